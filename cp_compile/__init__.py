@@ -1,0 +1,19 @@
+"""Context parallelism as a compiler pass: ``torch.compile(model, backend="cp_ulysses")``."""
+
+from cp_compile.backend import cp_ulysses
+from cp_compile.errors import CPError, InvariantError, OptionError, PeerMismatchError, RefusedError
+from cp_compile.gradients import average_gradients
+from cp_compile.options import Options
+from cp_compile.verify import verify
+
+__all__ = [
+    "CPError",
+    "InvariantError",
+    "OptionError",
+    "Options",
+    "PeerMismatchError",
+    "RefusedError",
+    "average_gradients",
+    "cp_ulysses",
+    "verify",
+]

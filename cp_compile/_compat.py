@@ -1,0 +1,84 @@
+"""Every private import from torch, in one place. Written for torch 2.13; tried on the versions that README lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+__all__ = [
+    "CompileContext",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FloorDiv",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "LocalTensor",
+    "LocalTensorMode",
+    "PythonReferenceAnalysis",
+    "TracingContext",
+    "active_ddp_module",
+    "current_mesh",
+    "detect_fake_mode",
+    "exceptions_allowed_to_be_fallback",
+    "fake_process_group",
+    "frame_compile_number",
+    "group_store",
+    "known_equal",
+    "statically_known_true",
+    "sympy_interp",
+]
+
+
+def group_store(group: torch.distributed.ProcessGroup) -> Any:
+    """The rendezvous store of a process group, with keys of the group's own."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def current_mesh() -> Any:
+    """The DeviceMesh of the innermost ``with mesh:``, or ``None``."""
+    from torch.distributed.device_mesh import _mesh_resources
+
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError:
+        return None
+
+
+def active_ddp_module() -> Any:
+    """The DistributedDataParallel module whose forward is running, or ``None``."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def frame_compile_number() -> int:
+    """How often Dynamo has compiled the present frame before; 0 outside of a compilation."""
+    compile_id = CompileContext.current_compile_id()
+    number = getattr(compile_id, "frame_compile_id", None)
+    return int(number or 0)
+
+
+def fake_process_group(size: int) -> None:
+    """Starts a process group of ``size`` ranks that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+
+
+def known_equal(fake_mode: FakeTensorMode, a: Any, b: Any) -> bool:
+    """Whether two sizes are equal under the guards of a graph."""
+    shape_env = fake_mode.shape_env
+    return shape_env is not None and bool(shape_env._maybe_evaluate_static(sympy.Eq(a, b)))

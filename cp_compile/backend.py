@@ -1,0 +1,167 @@
+"""The backend: ``torch.compile(model, backend="cp_ulysses")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from cp_compile._compat import active_ddp_module, exceptions_allowed_to_be_fallback, frame_compile_number
+from cp_compile.capture import capture
+from cp_compile.errors import CPError, InvariantError, RefusedError
+from cp_compile.group import find_group, rank_tensor
+from cp_compile.options import Options
+from cp_compile.passes import Context, Output, rewrite
+from cp_compile.peers import Peers, graph_hash
+from cp_compile.runtime import run_wrapper
+
+__all__ = ["Program", "build_program", "check_dynamo_state", "cp_ulysses"]
+
+_comparisons: dict[str, int] = {}
+"""How many comparisons each group has made; a property of the process groups, which are global themselves."""
+
+
+def cp_ulysses(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Rewrites a model's graph so that each rank computes one slice of every sequence (DeepSpeed-Ulysses).
+
+    Args:
+        graph_module: Dynamo's graph of the whole model.
+        example_inputs: its inputs.
+        options: see :class:`cp_compile.options.Options`.
+        mode: inductor's mode.
+
+    Returns:
+        A function with the graph's inputs and outputs.
+
+    Raises:
+        RefusedError: the model holds something that no rule covers exactly.
+        OptionError: an option is unknown or out of range.
+    """
+    parsed = Options.parse(options)
+    group = find_group(parsed.mesh, example_inputs)
+    peers = Peers(group, parsed.check_timeout, _comparisons)
+    try:
+        check_dynamo_state(graph_module, example_inputs)
+        program = build_program(graph_module, example_inputs, group.size, group.name, parsed)
+    except CPError as error:
+        peers.refuse(str(error))
+        raise
+    fingerprint = graph_hash(program.module)
+    inputs = [*example_inputs, rank_tensor(group, program.device)]
+    with torch._C._DisableAutocast(), no_fallback(f"compiler {parsed.compiler!r}"):
+        compiled = _compile(program.module, inputs, parsed, mode)
+    return run_wrapper(
+        compiled,
+        group,
+        program.outputs,
+        device=program.device,
+        shards=parsed.outputs,
+        mean_gradient=[i for i, value in enumerate(example_inputs) if _is_input_with_grad(value)],
+        check=lambda inputs: peers.compare(fingerprint, program.names, inputs),
+        always=parsed.check == "always",
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rewritten graph.
+
+    Attributes:
+        module: the graph of one rank; its last input is the rank.
+        outputs: how each output comes back.
+        names: the inputs but for the rank, as the user would write them.
+    """
+
+    module: GraphModule
+    outputs: tuple[Output, ...]
+    names: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rank input lives."""
+        return self.module.graph.find_nodes(op="placeholder")[-1].meta["val"].device  # type: ignore[no-any-return]
+
+
+def build_program(
+    graph_module: GraphModule, example_inputs: Sequence[Any], cp_size: int, group_name: str, options: Options
+) -> Program:
+    """Captures Dynamo's graph and rewrites it for one of ``cp_size`` ranks."""
+    module = capture(graph_module, example_inputs)
+    context = Context(cp_size, group_name, options)
+    with no_fallback("the rewrite"):
+        module = rewrite(module, context)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    names = tuple(str(node.meta["cp_input"]) for node in placeholders[:-1])
+    return Program(module, tuple(context.outputs), names)
+
+
+def _is_input_with_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter)
+
+
+def _compile(module: GraphModule, inputs: list[Any], options: Options, mode: str | None) -> Callable[..., Any]:
+    if options.compiler == "eager":
+        return module
+    if options.compiler == "aot_eager":
+        from torch._dynamo import lookup_backend
+
+        return lookup_backend("aot_eager")(module, inputs)  # type: ignore[no-any-return]
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **options.inductor}
+    return compile_fx(module, inputs, config_patches=patches or None)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def no_fallback(what: str) -> Iterator[None]:
+    """Dynamo answers some exceptions of a backend with a warning and the plain model: they become errors."""
+    try:
+        yield
+    except exceptions_allowed_to_be_fallback as error:
+        raise InvariantError(f"{what} met {type(error).__name__}: {error}") from error
+
+
+def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
+    """Refuses what Dynamo would do around the graph that makes a rewrite of it wrong."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        code = f" ({frame.line})" if frame is not None and frame.line else ""
+        raise RefusedError(
+            f"the model does not trace as one graph: {reason.reason.splitlines()[0]}",
+            "take the construct out of the forward (torch._dynamo.explain shows all breaks), or compile with "
+            "fullgraph=True to see it as an error of torch's own",
+            line=f"{frame.filename}:{frame.lineno}{code}" if frame is not None else "",
+        )
+    if active_ddp_module() is not None and torch._dynamo.config.optimize_ddp:
+        raise RefusedError(
+            "DistributedDataParallel with torch._dynamo.config.optimize_ddp on splits the graph before it is rewritten",
+            "set torch._dynamo.config.optimize_ddp = False",
+        )
+    limit = torch._dynamo.config.recompile_limit
+    if frame_compile_number() + 1 >= limit:
+        raise RefusedError(
+            f"this is compilation {frame_compile_number() + 1} of {limit} that torch._dynamo.config.recompile_limit "
+            "permits: the next one would silently run the plain model",
+            "compile with dynamic=True, pad lengths to few values, or raise torch._dynamo.config.recompile_limit",
+        )
+    from torch.distributed.tensor import DTensor
+
+    for value in inputs:
+        if isinstance(value, DTensor):
+            what = "a parameter" if isinstance(value, torch.nn.Parameter) else "an argument"
+            raise RefusedError(
+                f"{what} of the compiled function is a DTensor ({value.placements} on {value.device_mesh})",
+                "compile the whole model at once and pass plain tensors; with FSDP2, call fully_shard on the root only",
+            )

@@ -1,0 +1,81 @@
+"""The options of the backend: one frozen, validated dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_compile.errors import OptionError
+
+__all__ = ["Options"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "compiler": ("inductor", "aot_eager", "eager"),
+    "outputs": ("shard", "local", "gathered"),
+    "fallback": ("refuse", "gather"),
+    "check": ("compile", "always"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``torch.compile(model, backend="cp_ulysses", options={...})`` takes.
+
+    Attributes:
+        mesh: a 1-D ``DeviceMesh`` or a ``ProcessGroup``: the ranks that share every sequence. ``None``: the ``cp``
+            dimension of the current mesh, else the whole world.
+        compiler: what compiles the rewritten graph: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+        inductor: configuration patches for inductor.
+        outputs: how per-token outputs come back: ``"shard"`` (``DTensor``), ``"local"`` or ``"gathered"``.
+        fallback: what happens to an op that no rule covers: ``"refuse"``, or ``"gather"`` (run whole, exact, slower).
+        check: when the ranks compare their programs and batches: ``"compile"`` (the first and each compiling call) or
+            ``"always"``.
+        check_timeout: seconds that a rank waits for its peers in that comparison.
+        sequence: the input that holds the sequence, by its name in the forward, where the model does not say it alone;
+            ``"name"`` or ``("name", dim)``.
+    """
+
+    mesh: Any = None
+    compiler: str = "inductor"
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    outputs: str = "shard"
+    fallback: str = "refuse"
+    check: str = "compile"
+    check_timeout: float = 60.0
+    sequence: str | tuple[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise OptionError(f"option {name!r} is {value!r}; it takes one of {', '.join(map(repr, choices))}")
+        if not isinstance(self.inductor, Mapping):
+            raise OptionError(f"option 'inductor' is {self.inductor!r}; it takes a dict of inductor's configuration")
+        if isinstance(self.check_timeout, bool) or not isinstance(self.check_timeout, (int, float)):
+            raise OptionError(f"option 'check_timeout' is {self.check_timeout!r}; it takes seconds, a number above 0")
+        if not self.check_timeout > 0:
+            raise OptionError(f"option 'check_timeout' is {self.check_timeout!r}; it takes seconds, a number above 0")
+        if not _is_sequence_option(self.sequence):
+            raise OptionError(f"option 'sequence' is {self.sequence!r}; it takes an input's name, or (name, dim)")
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """The options in a user's dict.
+
+        Raises:
+            OptionError: a key is unknown or a value is out of range; the message lists what is known.
+        """
+        options = dict(options or {})
+        known = [option.name for option in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                raise OptionError(f"unknown option {key!r} of backend 'cp_ulysses'; known options: {', '.join(known)}")
+        return cls(**options)
+
+
+def _is_sequence_option(value: object) -> bool:
+    if value is None or isinstance(value, str):
+        return True
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)

@@ -1,0 +1,117 @@
+"""The wrapper around the compiled graph: what is not graph.
+
+It hands in the rank, checks the peers, trims pads off shards and wraps them, and scales gradients at the edges:
+the tangent of a shard is the gradient of the whole loss, and inside each rank computes cp times its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from cp_compile.group import Group, rank_tensor
+from cp_compile.passes.context import Output
+from cp_compile.peers import Peers
+
+__all__ = ["ScaleGradient", "real_rows", "run_wrapper"]
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class _MeanGradient(torch.autograd.Function):
+    """Identity whose gradient is averaged over the group: an input's gradient is the plain model's on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group.process_group)
+        return total / ctx.group.size, None
+
+
+def real_rows(size: int, rank: int, cp_size: int) -> int:
+    """How many of a rank's ``ceil(size / cp_size)`` rows are real."""
+    chunk = -(-size // cp_size)
+    return max(0, min(chunk, size - rank * chunk))
+
+
+def run_wrapper(
+    compiled: Callable[..., Sequence[Any]],
+    group: Group,
+    outputs: Sequence[Output],
+    *,
+    device: torch.device,
+    shards: str,
+    mean_gradient: Sequence[int],
+    check: Callable[[Sequence[Any]], None] | None,
+    always: bool,
+) -> Callable[..., list[Any]]:
+    """The function that Dynamo calls in place of the graph.
+
+    Args:
+        compiled: the compiled graph: the inputs and the rank in, the outputs and run-time sizes out.
+        group: the context-parallel group.
+        outputs: how each output comes back.
+        device: where the rank lives.
+        shards: the ``outputs`` option.
+        mean_gradient: positions of the inputs, not parameters, that require grad.
+        check: compares the peers, given the inputs.
+        always: at every call, instead of the first.
+    """
+    rank = rank_tensor(group, device)
+    pending = check is not None
+
+    def run(*inputs: Any) -> list[Any]:
+        nonlocal pending
+        if pending and check is not None:
+            check(inputs)
+            pending = always
+        given = list(inputs)
+        for position in mean_gradient:
+            if given[position].requires_grad:
+                given[position] = _MeanGradient.apply(given[position], group)
+        # Casts are nodes of the graph already.
+        with torch._C._DisableAutocast():
+            results = list(compiled(*given, rank))
+        values, sizes = results[: len(outputs)], results[len(outputs) :]
+        return [_come_back(value, output, sizes) for value, output in zip(values, outputs, strict=True)]
+
+    def _come_back(value: Any, output: Output, sizes: Sequence[int]) -> Any:
+        if output.kind == "value":
+            return value
+        size = int(output.size if output.size_index is None else sizes[output.size_index])
+        local = value.narrow(output.dim, 0, real_rows(size, group.rank, group.size))
+        if local.requires_grad:
+            local = ScaleGradient.apply(local, group.size)
+        return local if shards == "local" else _dtensor(local, output.dim, size)
+
+    def _dtensor(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
+        stride = torch.empty(shape, device="meta").stride()
+        mesh = group.device_mesh(local.device.type)
+        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+
+    return run

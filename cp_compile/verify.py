@@ -1,0 +1,237 @@
+"""verify: all ranks of a model simulated in one process, compared with the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+from cp_compile.backend import build_program, check_dynamo_state
+from cp_compile.errors import CPError, RefusedError
+from cp_compile.options import Options
+from cp_compile.simulate import Exchanges, Simulation, simulated_group
+
+__all__ = ["Report", "Row", "relative_error", "tolerance", "verify"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared tensor: the relative norm of the difference, and the largest difference of an element."""
+
+    kind: str
+    name: str
+    error: float
+    largest: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``verify`` found; its text is a table.
+
+    Attributes:
+        rows: one an output and one a parameter (or other input that requires grad).
+        exchanges: the collectives of one forward and one backward.
+        cp_size: ranks.
+    """
+
+    rows: tuple[Row, ...]
+    exchanges: Exchanges
+    cp_size: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every error is within its limit."""
+        return all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max([len(row.name) for row in self.rows] + [4])
+        lines = [f"{'':9} {'name':{width}} {'error':>10} {'largest':>10} {'limit':>8}"]
+        for row in self.rows:
+            verdict = "" if row.ok else "  <- differs"
+            lines.append(
+                f"{row.kind:9} {row.name:{width}} {row.error:10.2e} {row.largest:10.2e} {row.limit:8.0e}{verdict}"
+            )
+        lines.append(f"exchanges {self.exchanges}")
+        lines.append(f"cp = {self.cp_size}: {'equal to' if self.ok else 'DIFFERENT from'} the plain model")
+        return "\n".join(lines)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest relative error that counts as equal: 1e-8 in float64, 1e-4 in float32, 2e-2 below."""
+    return {torch.float64: 1e-8, torch.float32: 1e-4}.get(dtype, 2e-2)
+
+
+def relative_error(value: torch.Tensor, right: torch.Tensor, scale: float = 0.0) -> float:
+    """The relative norm of the difference; NaN and infinity are right where they are in ``right``.
+
+    Args:
+        value: what was computed.
+        right: what it should be.
+        scale: the norm that rounding errors grow with, for a ``right`` that is zero but for them: below
+            ``10 * eps / tolerance`` of it, an error is measured against that share.
+    """
+    if value.shape != right.shape:
+        return float("inf")
+    finite = right.isfinite()
+    if not torch.equal(value[~finite].nan_to_num(), right[~finite].nan_to_num()) or not value[finite].isfinite().all():
+        return float("inf")
+    a, b = value[finite].double(), right[finite].double()
+    floor = scale * 10 * torch.finfo(right.dtype).eps / tolerance(right.dtype) if right.dtype.is_floating_point else 0.0
+    size = max(b.norm().item(), floor)
+    difference = (a - b).norm().item()
+    return difference / size if size else (0.0 if difference == 0 else float("inf"))
+
+
+def verify(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    cp_size: int = 2,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Report:
+    """Runs the rewritten model on ``cp_size`` simulated ranks, forward and backward, beside the plain model.
+
+    The gradients are those of the sum of all floating-point outputs, each times fixed random numbers.
+
+    Args:
+        model: a module, or a function that calls one (and the loss).
+        args: positional arguments, the whole batch.
+        kwargs: keyword arguments.
+        cp_size: ranks to simulate; 8 are well within a laptop.
+        dynamic: as for ``torch.compile``.
+        options: as for the backend (``outputs``, ``fallback``, ``sequence``).
+
+    Returns:
+        The report. ``ok`` means a relative norm of the difference of at most 1e-8 in float64 and 1e-4 in float32,
+        per output and per parameter.
+
+    Raises:
+        RefusedError: the model holds something that no rule covers exactly.
+
+    In a process that has a process group, the work is done in a subprocess, so the model must be picklable.
+    """
+    kwargs = dict(kwargs or {})
+    Options.parse(options)
+    if dist.is_available() and dist.is_initialized():
+        return _in_subprocess(model, args, kwargs, cp_size, dynamic, options)
+    with simulated_group(cp_size) as group_name:
+        return _verify(model, args, kwargs, cp_size, dynamic, Options.parse(options), group_name)
+
+
+def _verify(
+    model: Any, args: Sequence[Any], kwargs: dict[str, Any], cp_size: int, dynamic: Any, options: Options, group: str
+) -> Report:
+    simulations: list[Simulation] = []
+    leaves: dict[str, torch.Tensor] = {}
+
+    def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        check_dynamo_state(graph_module, inputs)
+        program = build_program(graph_module, inputs, cp_size, group, options)
+        for name, value in zip(program.names, inputs, strict=True):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                leaves[name] = value
+        simulations.append(Simulation(program.module, program.outputs, cp_size))
+        return simulations[-1]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # A code object of its own: Dynamo counts recompilations by it.
+    call.__code__ = call.__code__.replace(co_name=f"verify_{id(simulations)}")
+
+    # The plain run comes first, on clones: a model may update its buffers.
+    buffers = {name: b.clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
+    right = model(*args, **kwargs)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    got = torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    if not simulations:
+        raise RefusedError("the model has no tensor op to rewrite", "verify a function that calls the model")
+    rows = _compare_outputs(got, right)
+    rows += _compare_gradients(got, right, leaves)
+    return Report(tuple(rows), simulations[-1].exchanges, cp_size)
+
+
+def _compare_outputs(got: Any, right: Any) -> list[Row]:
+    rows = []
+    paths = [("output" + "".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(right)[0]]
+    for (name, b), a in zip(paths, tree_leaves(got), strict=True):
+        if isinstance(b, torch.Tensor):
+            rows.append(_row("output", name, a.detach(), b.detach()))
+    return rows
+
+
+def _compare_gradients(got: Any, right: Any, leaves: Mapping[str, torch.Tensor]) -> list[Row]:
+    mine, plain = (_gradients(out, leaves) for out in (got, right))
+    scale = sum(g.double().norm().item() ** 2 for g in plain.values() if g is not None) ** 0.5
+    rows = []
+    for name in leaves:
+        a, b = mine[name], plain[name]
+        if b is None and a is None:
+            continue
+        zero = torch.zeros_like(leaves[name])
+        rows.append(_row("gradient", name, zero if a is None else a, zero if b is None else b, scale))
+    return rows
+
+
+def _gradients(outputs: Any, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    total: Any = 0
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            weight = torch.rand(leaf.shape, generator=generator, dtype=torch.float64) + 0.5
+            total = total + (leaf * weight.to(leaf)).sum()
+    if not isinstance(total, torch.Tensor) or not leaves:
+        return dict.fromkeys(leaves)
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _row(kind: str, name: str, value: torch.Tensor, right: torch.Tensor, scale: float = 0.0) -> Row:
+    same_shape = value.shape == right.shape
+    largest = (value.double() - right.double()).abs().nan_to_num().max().item() if same_shape and value.numel() else 0.0
+    return Row(kind, name, relative_error(value, right, scale), largest, tolerance(right.dtype))
+
+
+def _in_subprocess(*work: Any) -> Report:
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_subprocess, args=(send, *work), daemon=True)
+    try:
+        process.start()
+    except Exception as error:
+        raise CPError(
+            f"verify runs in a subprocess where a process group exists, and the model cannot be sent there: {error}"
+        ) from error
+    send.close()
+    try:
+        result = receive.recv()
+    except EOFError:
+        raise CPError("the subprocess of verify ended without a report") from None
+    finally:
+        process.join()
+    if isinstance(result, BaseException):
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+def _subprocess(send: Any, model: Any, args: Any, kwargs: Any, cp_size: int, dynamic: Any, options: Any) -> None:
+    try:
+        send.send(verify(model, args, kwargs, cp_size=cp_size, dynamic=dynamic, **options))
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        send.send(inner if isinstance(inner, CPError) else CPError(str(error)))

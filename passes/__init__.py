@@ -1,0 +1,9 @@
+"""The rewrites: one pass a file, one op family a file in ``rules/``.
+
+From ``cp_compile`` a pass imports only ``errors``, ``options`` and ``_compat``.
+"""
+
+from cp_compile.passes.context import Context, Output
+from cp_compile.passes.pipeline import PIPELINE, PassStep, rewrite
+
+__all__ = ["PIPELINE", "Context", "Output", "PassStep", "rewrite"]

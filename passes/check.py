@@ -1,0 +1,108 @@
+"""check: a rewritten graph keeps its promises.
+
+After every pass: the graph is well formed, and every edge whose move has been made carries the wanted layout.
+Once at the end (``check``): the graph is run again on fake tensors with the local shapes, each value has the local
+shape of its layout, every collective is waited on, and no attention sees a slice of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from cp_compile._compat import FakeTensor, known_equal
+from cp_compile.errors import InvariantError, user_line
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import COLLECTIVES, schema_arguments, tensor_inputs
+from cp_compile.passes.layouts import Sharded, local_shape, same, shape_of
+from cp_compile.passes.moves import next_move
+from cp_compile.passes.rules.attention import is_attention
+
+__all__ = ["check", "check_edges"]
+
+_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+def check_edges(module: GraphModule, finished: frozenset[str]) -> None:
+    """Lints the graph, and checks the layouts along every edge.
+
+    Args:
+        module: the graph.
+        finished: kinds of moves whose pass has run: no edge may still need one.
+
+    Raises:
+        InvariantError: an edge carries a layout that its consumer does not take.
+    """
+    module.graph.lint()
+    for node in module.graph.nodes:
+        wants = node.meta.get("cp_wants")
+        if not wants:
+            continue
+        for source, want in zip(tensor_inputs(node), wants, strict=True):
+            step = next_move(source.meta["cp_layout"][0], want)
+            if step is not None and step[0] in finished:
+                have = source.meta["cp_layout"][0]
+                raise InvariantError(f"{node} wants {source} to be {want}, and it is {have} ({user_line(node)})")
+
+
+def check(module: GraphModule, context: Context) -> GraphModule:
+    """The full check; fills ``meta["val"]`` of every node with its local fake value.
+
+    Raises:
+        InvariantError: the rewritten graph is wrong: a bug of cp_compile.
+    """
+    for node in module.graph.nodes:
+        if node.target in COLLECTIVES and not any(user.target is _wait for user in node.users):
+            raise InvariantError(f"the collective {node} is not waited on")
+        if is_attention(node.target):
+            _check_attention(node)
+    expected = {
+        node: local_shape(shape_of(node.meta["val"]), node.meta["cp_layout"][0])
+        for node in module.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor) and "cp_layout" in node.meta
+    }
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    fake_mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    with fake_mode, torch.no_grad():
+        values = _LocalRun(module).collect(inputs)
+    for node, value in values.items():
+        if isinstance(value, torch.Tensor) and node in expected:
+            shape = shape_of(value)
+            equal = (same(a, b) or known_equal(fake_mode, a, b) for a, b in zip(shape, expected[node]))
+            if len(shape) != len(expected[node]) or not all(equal):
+                layout = node.meta["cp_layout"][0]
+                raise InvariantError(
+                    f"{node} has the local shape {list(shape)}, and as {layout} it should have {list(expected[node])} "
+                    f"({user_line(node)})"
+                )
+        node.meta["val"] = value
+    return module
+
+
+def _check_attention(node: Node) -> None:
+    arguments: dict[str, Any] = schema_arguments(node)
+    for name in ("query", "key", "value"):
+        source = arguments[name]
+        layout = source.meta.get("cp_layout", (None,))[0]
+        if isinstance(layout, Sharded) and layout.dim == source.meta["val"].ndim - 2:
+            raise InvariantError(f"the {name} of {node} is cut along its sequence ({user_line(node)})")
+
+
+class _LocalRun(Interpreter):
+    """Runs a graph and keeps every node's value."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+
+    def run_node(self, n: Node) -> Any:
+        # A number that Dynamo handed over as a 0-dim tensor: its value is a symbol already.
+        return n.meta["val"] if n.target in _NUMBERS else super().run_node(n)
+
+    def collect(self, inputs: list[Any]) -> dict[Node, Any]:
+        grad = torch.is_grad_enabled()
+        self.run(*inputs)
+        torch._C._set_grad_enabled(grad)
+        return dict(self.env)

@@ -1,0 +1,47 @@
+"""What the passes of one pipeline share: the size of the group, the options, and what has been inserted once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from cp_compile.options import Options
+from cp_compile.passes.layouts import Size
+
+__all__ = ["Context", "Output"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a graph output comes back.
+
+    Attributes:
+        kind: ``"value"`` (the user's value, the same on every rank), or ``"shard"``: local rows, pads included.
+        dim: the dim that is cut.
+        size: the global size of that dim.
+        size_index: where among the extra outputs its run-time value stands, if ``size`` is symbolic.
+    """
+
+    kind: str = "value"
+    dim: int = 0
+    size: Size = 0
+    size_index: int | None = None
+
+
+@dataclass
+class Context:
+    """Attributes:
+    cp_size: ranks of the group.
+    group_name: the group's name in collectives.
+    options: the user's options.
+    prologue: nodes that stand once per graph, by what they compute.
+    outputs: how each output comes back; filled by ``place``.
+    """
+
+    cp_size: int
+    group_name: str
+    options: Options = field(default_factory=Options)
+    prologue: dict[tuple[Any, ...], Node] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)

@@ -1,0 +1,192 @@
+"""Layouts: where a value of the global view lives. Sizes are ints, or sympy expressions of the graph's symbols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, Union
+
+import sympy
+import torch
+
+from cp_compile._compat import FloorDiv
+
+__all__ = [
+    "WHOLE",
+    "Axis",
+    "Layout",
+    "Partial",
+    "PerQueryHead",
+    "Sharded",
+    "Size",
+    "Whole",
+    "ceil_div",
+    "divide",
+    "local_shape",
+    "product",
+    "same",
+    "shape_of",
+    "size_of",
+]
+
+Size: TypeAlias = Union[int, sympy.Expr]
+
+
+def size_of(value: int | torch.SymInt) -> Size:
+    """The size as an int where it is one, else as a sympy expression."""
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        return int(expression) if expression.is_Integer else expression
+    return value
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:
+    """The shape of a (fake) tensor as sizes."""
+    return tuple(size_of(size) for size in tensor.shape)
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are known to be equal."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; 1 for none."""
+    return math.prod(sizes)  # type: ignore[arg-type, return-value]
+
+
+def divide(a: Size, b: Size) -> Size | None:
+    """``a / b`` where it is known to be whole, else ``None``."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    whole = quotient.is_Integer or (sympy.denom(quotient) == 1 and quotient.is_integer)
+    if not whole:
+        return None
+    return int(quotient) if quotient.is_Integer else quotient
+
+
+def ceil_div(a: Size, b: int) -> Size:
+    """``a / b`` rounded up."""
+    if isinstance(a, int):
+        return -(-a // b)
+    return FloorDiv(a + b - 1, b)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis that is cut into one contiguous chunk of storage rows a rank.
+
+    Storage row ``j`` of rank ``r`` holds row ``r * chunk + j - start`` of the axis; rows outside ``[0, size)`` are pads.
+    A slice of the sequence (``logits[:, :-1]``) is therefore the same storage under another ``start`` and ``size``.
+
+    Attributes:
+        size: the length in the global view.
+        chunk: storage rows a rank.
+        start: the storage row at which row 0 stands.
+        name: for reading only.
+    """
+
+    size: Size
+    chunk: Size
+    start: Size = 0
+    name: str = field(default="sequence", compare=False)
+
+    @classmethod
+    def cut(cls, size: Size, cp_size: int, name: str = "sequence") -> Axis:
+        """An axis of ``size`` in ``cp_size`` chunks of ``ceil(size / cp_size)``."""
+        return cls(size, ceil_div(size, cp_size), name=name)
+
+    def has_pads(self, cp_size: int) -> bool:
+        """Whether any rank may hold a row that is not part of the global view."""
+        return not (self.start == 0 and isinstance(self.size, int) and self.size == cp_size * self.chunk)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank holds all of it."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One axis is cut. ``dim`` holds ``outer * axis.size * inner`` elements, ``outer`` varying slowest.
+
+    ``dim`` counts from the front.
+    """
+
+    dim: int
+    axis: Axis
+    outer: Size = 1
+    inner: Size = 1
+
+    @property
+    def size(self) -> Size:
+        """The size of ``dim`` in the global view."""
+        return self.outer * self.axis.size * self.inner
+
+    @property
+    def local_size(self) -> Size:
+        """The size of ``dim`` on a rank, pads included."""
+        return self.outer * self.axis.chunk * self.inner
+
+    @property
+    def pure(self) -> bool:
+        """Whether ``dim`` is the axis and nothing else."""
+        return same(self.outer, 1) and same(self.inner, 1)
+
+    def at(self, dim: int) -> Sharded:
+        """The same cut in another dim."""
+        return Sharded(dim, self.axis, self.outer, self.inner)
+
+    def __str__(self) -> str:
+        return f"{self.axis.name} cut in dim {self.dim}"
+
+
+@dataclass(frozen=True)
+class PerQueryHead:
+    """Key/value heads inside attention: ``dim`` holds the ``count`` heads that this rank's query heads use.
+
+    Attributes:
+        dim: the head dim.
+        query_heads: query heads of the whole attention.
+        kv_heads: key/value heads of the whole attention.
+        count: heads a rank holds: the most that any rank needs.
+    """
+
+    dim: int
+    query_heads: int
+    kv_heads: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"the {self.count} kv heads of this rank's query heads in dim {self.dim}"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The global value is the sum over ranks."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"partial {self.op}"
+
+
+Layout: TypeAlias = Union[Whole, Sharded, PerQueryHead, Partial]
+WHOLE = Whole()
+
+
+def local_shape(shape: Sequence[Size], layout: Layout) -> tuple[Size, ...]:
+    """The shape that a rank holds of a value of the global ``shape``."""
+    local: list[Any] = list(shape)
+    if isinstance(layout, Sharded):
+        local[layout.dim] = layout.local_size
+    elif isinstance(layout, PerQueryHead):
+        local[layout.dim] = layout.count
+    return tuple(local)

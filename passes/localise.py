@@ -1,0 +1,33 @@
+"""localise: ops that name sizes, or that a cut axis runs through, get the form that a rank runs.
+
+    view(x, [2, 16, 4, 8])    cut in dim 1, cp = 2    ->    reshape(x, [2, 8, 4, 8])
+    mean(h, [1])              cut in dim 1            ->    sum(where(real, h, 0), [1]) / 16
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import Editor, schema_arguments
+
+__all__ = ["localise"]
+
+_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved")
+
+
+def localise(module: GraphModule, context: Context) -> GraphModule:
+    """Replaces each op by its local form. Idempotent: a replaced op has none."""
+    edit = Editor(module, context, "localise")
+    for node in list(module.graph.nodes):
+        form = node.meta.get("cp_local")
+        if form is None:
+            continue
+        with edit.before(node):
+            local = form(edit, node, schema_arguments(node))
+        if not isinstance(local, int):
+            local.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+            edit.replaced[node] = local
+        node.replace_all_uses_with(local)
+        module.graph.erase_node(node)
+    return module

@@ -1,0 +1,98 @@
+"""The moves between layouts: one table, keyed by (from, to), that names the next step; one pass a kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from torch.fx import GraphModule, Node
+
+from cp_compile.errors import InvariantError
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import Editor, rewire, tensor_inputs
+from cp_compile.passes.layouts import WHOLE, Layout, Partial, PerQueryHead, Sharded, Size, Whole
+
+__all__ = ["Build", "can_move", "insert_moves", "next_move"]
+
+Build: TypeAlias = Callable[[Editor, Node, Layout, Layout], Node]
+"""Inserts a move: (editor, value, its layout, the wanted layout) -> the moved value."""
+
+
+def next_move(have: Layout, want: Layout) -> tuple[str, Layout] | None:
+    """The kind of the next step from one layout to another, and the layout it leads to; ``None``: they are equal.
+
+    ============== =================== =====================================
+    have           want                steps
+    ============== =================== =====================================
+    whole          sharded, per head   slice
+    sharded        sharded, other dim  exchange
+    sharded        per query head      exchange
+    partial        whole               reduce
+    partial        sharded             reduce, slice
+    sharded        whole               gather
+    sharded        sharded, same dim   gather, slice
+    ============== =================== =====================================
+    """
+    if have == want:
+        return None
+    steps: dict[tuple[type, type], tuple[str, Layout]] = {
+        (Whole, Sharded): ("slice", want),
+        (Whole, PerQueryHead): ("slice", want),
+        (Sharded, Sharded): ("exchange", want),
+        (Sharded, PerQueryHead): ("exchange", want),
+        (Sharded, Whole): ("gather", WHOLE),
+        (Partial, Whole): ("reduce", WHOLE),
+        (Partial, Sharded): ("reduce", WHOLE),
+        (Partial, PerQueryHead): ("reduce", WHOLE),
+    }
+    if isinstance(have, Sharded) and isinstance(want, (Sharded, PerQueryHead)) and have.dim == want.dim:
+        return "gather", WHOLE
+    step = steps.get((type(have), type(want)))
+    if step is None:
+        raise InvariantError(f"no move leads from {have} to {want}")
+    return step
+
+
+def can_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int, *, gather: bool) -> bool:
+    """Whether a value can be given another layout; making a cut value whole takes ``gather``."""
+    del shape, cp_size
+    if isinstance(have, PerQueryHead) and have != want:
+        return False
+    while (step := next_move(have, want)) is not None:
+        if step[0] == "gather" and not gather:
+            return False
+        have = step[1]
+    return True
+
+
+def insert_moves(module: GraphModule, context: Context, kind: str, build: Build) -> GraphModule:
+    """Makes every move whose next step is of ``kind``, once per value and layout, right behind the value.
+
+    Behind the value and not in front of its consumer: a consumer may stand in a ``no_grad`` region, and another one
+    of the same value outside.
+    """
+    edit = Editor(module, context, kind)
+    made: dict[tuple[Node, Layout], Node] = {}
+    for node in list(module.graph.nodes):
+        wants = node.meta.get("cp_wants")
+        if not wants:
+            continue
+        sources = tensor_inputs(node)
+        for i, (source, want) in enumerate(zip(list(sources), wants, strict=True)):
+            have = source.meta["cp_layout"][0]
+            step = next_move(have, want)
+            if step is None or step[0] != kind:
+                continue
+            key = source, step[1]
+            if key not in made:
+                with edit.after(source):
+                    made[key] = build(edit, source, have, step[1])
+                made[key].meta.update(
+                    val=source.meta["val"],
+                    cp_layout=(step[1],),
+                    cp_shown=(step[1],),
+                    cp_moved=(kind, have, step[1]),
+                )
+            sources[i] = made[key]
+        rewire(node, sources)
+    return module

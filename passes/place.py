@@ -1,0 +1,159 @@
+"""place: gives every node its layout and every edge the layout that its consumer wants, or refuses.
+
+    ids [B, S]         whole             ids [B, S]         whole
+    embedding(w, ids)               ->   embedding          sequence in dim 1, wants ids cut in dim 1
+    linear, silu, ...                    linear, silu, ...  sequence in dim 1
+    sdpa(q, k, v)                        sdpa               heads in dim 1, wants q, k, v so; shown as sequence, dim 2
+
+An analysis: it writes ``meta["cp_layout"]``, ``meta["cp_shown"]``, ``meta["cp_wants"]``, ``meta["cp_local"]`` and
+changes no node. Refuses: an op without a rule on a cut value; layouts without a move; a graph with nothing to cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cp_compile.errors import RefusedError
+from cp_compile.passes.context import Context, Output
+from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, shape_of
+from cp_compile.passes.moves import can_move
+from cp_compile.passes.rules import RULES
+from cp_compile.passes.rules.attention import is_attention
+from cp_compile.passes.rules.op import NoRule, Op, Placement, read_op
+from cp_compile.passes.rules.random import draws, no_draw
+from cp_compile.passes.sequence import find_sequence
+
+__all__ = ["Seeds", "place"]
+
+aten = torch.ops.aten
+Seeds = Mapping[Node, Sharded]
+"""Where the sequence starts: an input of hidden states, or the embedding whose indices are cut."""
+
+
+def place(module: GraphModule, context: Context) -> GraphModule:
+    """Places the whole graph. Idempotent: a second run finds the same."""
+    seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
+    for node, (placement, operands) in _propagate(module, seeds, context, refuse=True):
+        node.meta["cp_layout"] = placement.out
+        node.meta["cp_shown"] = (placement.deliver,) if placement.deliver else placement.out
+        node.meta["cp_wants"] = tuple(placement.wants[i] for i in range(len(operands)))
+        node.meta["cp_local"] = placement.local
+        if isinstance(node.target, torch._ops.OpOverload):
+            node.meta["cp_arguments"] = schema_arguments(node)
+    _place_outputs(module, context)
+    return module
+
+
+def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> frozenset[Node]:
+    """The attentions whose queries would be cut along their sequence if the graph were cut at ``seeds``."""
+    reached = set()
+    for node, (placement, _) in _propagate(module, seeds, context, refuse=False):
+        if is_attention(node.target):
+            query = schema_arguments(node)["query"]
+            layout = placement.deliver or placement.out[0]
+            if isinstance(layout, Sharded) and layout.dim == query.meta["val"].ndim - 2:
+                reached.add(node)
+    return frozenset(reached)
+
+
+def _propagate(
+    module: GraphModule, seeds: Seeds, context: Context, *, refuse: bool
+) -> Iterator[tuple[Node, tuple[Placement, list[Node]]]]:
+    shown: dict[Node, tuple[Layout, ...]] = {}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            return
+        operands = tensor_inputs(node)
+        try:
+            placement = _place_node(node, operands, shown, seeds, context)
+        except NoRule as found:
+            if not refuse and is_attention(node.target):
+                query = shown[schema_arguments(node)["query"]][0]
+                placement = Placement((query,), dict(enumerate(shown[source][0] for source in operands)))
+            elif not refuse or context.options.fallback == "gather":
+                placement = _whole(node, operands)
+            else:
+                raise RefusedError.at(node, found.reason, found.remedy) from None
+        wants = {i: placement.wants.get(i, shown[source][0]) for i, source in enumerate(operands)}
+        placement = replace(placement, wants=wants)
+        shown[node] = (placement.deliver,) if placement.deliver else placement.out
+        yield node, (placement, operands)
+
+
+def _place_node(
+    node: Node, operands: list[Node], shown: Mapping[Node, tuple[Layout, ...]], seeds: Seeds, context: Context
+) -> Placement:
+    if node.op == "placeholder":
+        return Placement((WHOLE,), deliver=seeds.get(node))
+    if node.target is operator.getitem:
+        return Placement((shown[node.args[0]][node.args[1]],))  # type: ignore[index]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return _whole(node, operands)
+
+    def layout_of(source: Node) -> Layout:
+        layout = shown[source][0]
+        return seeds[node] if node in seeds and source is node.args[1] else layout
+
+    op = read_op(node, layout_of, context.cp_size)
+    if draws(op):
+        raise no_draw(op)
+    if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
+        return _whole(node, operands)
+    rule = RULES.get(node.target)
+    if rule is None:
+        raise NoRule(f"{op.name} has no rule for a value whose {_cut_name(op)} is cut over the ranks")
+    placement = rule(op)
+    _check_moves(op, placement, context)
+    return placement
+
+
+def _check_moves(op: Op, placement: Placement, context: Context) -> None:
+    gather = context.options.fallback == "gather"
+    for operand in op.operands:
+        want = placement.wants.get(operand.index, operand.layout)
+        if not can_move(operand.layout, want, operand.shape, context.cp_size, gather=gather):
+            raise NoRule(f"{op.name} needs an operand that is {want}, and it is {operand.layout}: there is no such move")
+
+
+def _cut_name(op: Op) -> str:
+    return next(o.layout.axis.name for o in op.operands if isinstance(o.layout, Sharded))
+
+
+def _whole(node: Node, operands: list[Node]) -> Placement:
+    val = node.meta.get("val")
+    count = len(val) if isinstance(val, (tuple, list)) else 1
+    return Placement((WHOLE,) * count, dict.fromkeys(range(len(operands)), WHOLE))
+
+
+def _place_outputs(module: GraphModule, context: Context) -> None:
+    """What comes back: per-token values as shards, whole, or as they lie; anything else as the user's value."""
+    output = module.graph.output_node()
+    wants: list[Layout] = []
+    context.outputs = []
+    for value in output.args[0]:  # type: ignore[union-attr]
+        if not is_tensor(value):
+            context.outputs.append(Output())
+            continue
+        layout = value.meta["cp_shown"][0]
+        if not isinstance(layout, Sharded) or context.options.outputs == "gathered":
+            wants.append(WHOLE)
+            context.outputs.append(Output())
+            continue
+        if not layout.pure:
+            raise RefusedError.at(
+                value,
+                f"the output of shape {list(shape_of(value.meta['val']))} holds the {layout.axis.name} inside dim "
+                f"{layout.dim}, flattened with another dim, which has no DTensor placement",
+                'return it unflattened, or use options={"outputs": "local"} or "gathered"',
+            )
+        # torch's own chunks, which those of a sliced sequence (logits[:, :-1]) need not be.
+        wants.append(Sharded(layout.dim, Axis.cut(layout.size, context.cp_size, layout.axis.name)))
+        context.outputs.append(Output("shard", layout.dim, layout.size))
+    output.meta["cp_wants"] = tuple(wants)
+

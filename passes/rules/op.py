@@ -1,0 +1,189 @@
+"""What a rule sees and what it says: an op with the layouts of its operands in, a placement out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from cp_compile.passes.editor import schema_arguments
+from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, shape_of, size_of
+
+if TYPE_CHECKING:
+    from cp_compile.passes.editor import Editor
+
+__all__ = ["Labels", "LocalForm", "NoRule", "Op", "Operand", "Placement", "Rule", "by_labels", "dims_as_labels", "read_op", "wrap"]
+
+LocalForm: TypeAlias = Callable[["Editor", Node, "dict[str, Any]"], Any]
+"""Builds what a rank runs in place of a node: (editor, node, the node's arguments by name, moved) -> node or tuple."""
+
+Labels: TypeAlias = Sequence[Hashable]
+"""A label per dim: dims with one label are the same axis; ``None`` marks a dim that the op does not run through."""
+
+
+class NoRule(Exception):  # noqa: N818 - a finding of the analysis, turned into RefusedError where the node is known
+    """No exact local form exists for these layouts.
+
+    Attributes:
+        reason: what was found, a sentence without a full stop.
+        remedy: what the author of the model can do.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        self.reason = reason
+        self.remedy = remedy or 'use an op that has a rule, or options={"fallback": "gather"} (exact, slower)'
+        super().__init__(reason)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument: its global shape, dtype and layout."""
+
+    index: int
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Op:
+    """A node as rules see it.
+
+    Attributes:
+        target: the ATen overload.
+        arguments: by schema name, defaults filled in; tensors are ``Operand``, sizes ``int`` or sympy expressions.
+        operands: the tensor arguments in order.
+        outputs: the global shape of each tensor output.
+        cp_size: ranks.
+    """
+
+    target: Any
+    arguments: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    outputs: tuple[tuple[Size, ...], ...]
+    cp_size: int
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The global shape of the only output."""
+        return self.outputs[0]
+
+    @property
+    def name(self) -> str:
+        return str(self.target)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A rule's answer.
+
+    Attributes:
+        out: the layout that the op computes, one a tensor output.
+        wants: the layout that an operand must have, by its index; the others stay as they are.
+        deliver: the layout that consumers are shown, where that is another one than ``out``.
+        local: what a rank runs in place of the op; ``None``: the op itself.
+    """
+
+    out: tuple[Layout, ...]
+    wants: Mapping[int, Layout] = field(default_factory=dict)
+    deliver: Layout | None = None
+    local: LocalForm | None = None
+
+
+Rule: TypeAlias = Callable[[Op], Placement]
+
+
+def wrap(dim: int, ndim: int) -> int:
+    """``dim`` counted from the front."""
+    return dim % ndim if ndim else 0
+
+
+def read_op(node: Node, layout_of: Callable[[Node], Layout], cp_size: int) -> Op:
+    """The op of a node."""
+    operands: list[Operand] = []
+
+    def read(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [read(item) for item in value]
+        if not isinstance(value, Node):
+            return value
+        val = value.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            operands.append(Operand(len(operands), shape_of(val), val.dtype, layout_of(value)))
+            return operands[-1]
+        return size_of(val) if isinstance(val, torch.SymInt) else val
+
+    arguments = {name: read(value) for name, value in schema_arguments(node).items()}
+    val = node.meta.get("val")
+    vals = val if isinstance(val, (list, tuple)) else [val]
+    outputs = tuple(shape_of(v) for v in vals if isinstance(v, torch.Tensor))
+    return Op(node.target, arguments, tuple(operands), outputs, cp_size)
+
+
+def dims_as_labels(operand: Operand, *, blocked: Collection[int] = ()) -> list[Hashable]:
+    """Each dim under its own number, those in ``blocked`` (counted from the front) under ``None``."""
+    return [None if dim in blocked else dim for dim in range(operand.ndim)]
+
+
+def by_labels(
+    op: Op,
+    operands: Mapping[int, Labels],
+    out: Sequence[Labels],
+    *,
+    sums: Collection[Hashable] = (),
+    local: LocalForm | None = None,
+    summed: Callable[[Sharded, int], LocalForm | None] | None = None,
+) -> Placement:
+    """The placement of an op that runs through labelled dims independently.
+
+    An op whose result at one index of a label depends on its operands at the same index only, can run on a slice of
+    that label. A label that the op sums over gives a partial sum.
+
+    Args:
+        op: the op.
+        operands: the labels of each operand's dims, by its index.
+        out: the labels of each output's dims.
+        sums: labels that the op sums over.
+        local: what a rank runs where the cut label survives.
+        summed: makes what a rank runs where the cut label is summed over, from the cut of the first operand that has
+            it and that operand's index (pads must be left out).
+
+    Raises:
+        NoRule: the op mixes the positions of the cut dim.
+    """
+    cut: tuple[Hashable, Sharded] | None = None
+    for operand in op.operands:
+        layout = operand.layout
+        if not isinstance(layout, Sharded):
+            continue
+        label = operands[operand.index][layout.dim] if operand.index in operands else None
+        if label is None:
+            raise NoRule(f"{op.name} mixes the positions of the {layout.axis.name}, which is cut over the ranks")
+        cut = cut or (label, layout)
+    if cut is None:
+        return Placement(tuple(WHOLE for _ in op.outputs), {o.index: WHOLE for o in op.operands})
+    label, layout = cut
+    wants: dict[int, Layout] = {}
+    for operand in op.operands:
+        labels = list(operands.get(operand.index, ()))
+        wants[operand.index] = layout.at(labels.index(label)) if label in labels else WHOLE
+    if label in sums:
+        first = next(index for index, want in wants.items() if isinstance(want, Sharded))
+        form = summed(wants[first], first) if summed else None  # type: ignore[arg-type]
+        return Placement(tuple(Partial() for _ in op.outputs), wants, local=form)
+    outs: list[Layout] = []
+    for labels in map(list, out):
+        if label not in labels:
+            raise NoRule(f"{op.name} mixes the positions of the {layout.axis.name}, which is cut over the ranks")
+        outs.append(layout.at(labels.index(label)))
+    return Placement(tuple(outs), wants, local=local)

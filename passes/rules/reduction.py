@@ -1,0 +1,134 @@
+"""Reductions. Over a dim that is not cut they run as they are; over the cut axis they give partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from cp_compile.passes.layouts import WHOLE, Partial, Sharded, product
+from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, by_labels, wrap
+
+if TYPE_CHECKING:
+    from cp_compile.passes.editor import Editor
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _dims(op: Op) -> list[int]:
+    ndim = op.operands[0].ndim
+    dims = op.arguments.get("dim")
+    if dims is None or dims == []:
+        return list(range(ndim))
+    return [wrap(dim, ndim) for dim in (dims if isinstance(dims, Sequence) else [dims])]
+
+
+def _other_dims(op: Op) -> Placement:
+    """A reduction over dims that are not cut."""
+    operand = op.operands[0]
+    gone = _dims(op)
+    labels = [None if d in gone else d for d in range(operand.ndim)]
+    keep = bool(op.arguments.get("keepdim", False))
+    out = [label for d, label in enumerate(labels) if keep or d not in gone]
+    return by_labels(op, {0: labels}, [out] * len(op.outputs))
+
+
+def _sum(op: Op) -> Placement:
+    """Over the cut axis: the sum of this rank's real elements."""
+    layout = op.operands[0].layout
+    gone = _dims(op)
+    if not (isinstance(layout, Sharded) and layout.dim in gone):
+        return _other_dims(op)
+    return Placement((Partial(),), local=_local_sum(op, layout, gone, count=None))
+
+
+def _mean(op: Op) -> Placement:
+    """Over the cut axis: the sum of this rank's real elements, over the global count."""
+    operand = op.operands[0]
+    gone = _dims(op)
+    if not (isinstance(operand.layout, Sharded) and operand.layout.dim in gone):
+        return _other_dims(op)
+    count = product(operand.shape[d] for d in gone)
+    return Placement((Partial(),), local=_local_sum(op, operand.layout, gone, count=count))
+
+
+def _local_sum(op: Op, layout: Sharded, gone: list[int], count: Any) -> Any:
+    ndim = op.operands[0].ndim
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        x = args["self"]
+        if layout.axis.has_pads(op.cp_size):
+            x = edit.call(aten.where.ScalarOther, edit.real(layout, ndim), x, 0)
+        keep = bool(args.get("keepdim", False))
+        result = edit.call(aten.sum.dim_IntList, x, gone, keep, dtype=args.get("dtype"))
+        return result if count is None else edit.call(aten.div.Tensor, result, edit.size(count))
+
+    return local
+
+
+def _logical(op: Op) -> Placement:
+    """``any`` and ``all`` over the cut axis: how many ranks' real elements speak for (or against) it."""
+    operand = op.operands[0]
+    layout, gone = operand.layout, _dims(op)
+    if not (isinstance(layout, Sharded) and layout.dim in gone):
+        return _other_dims(op)
+    raise NoRule(f"{op.name} over the {layout.axis.name}, which is cut over the ranks")
+
+
+def _count_nonzero(op: Op) -> Placement:
+    operand = op.operands[0]
+    layout, gone = operand.layout, _dims(op)
+    if not (isinstance(layout, Sharded) and layout.dim in gone):
+        return _other_dims(op)
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        x = edit.call(aten.where.ScalarOther, edit.real(layout, operand.ndim), args["self"], 0)
+        return edit.call_like(node, {**args, "self": x})
+
+    return Placement((Partial(),), local=local)
+
+
+def _along(op: Op) -> Placement:
+    """Ops along one dim that keep it (cumsum, sort, topk): on slices of the other dims."""
+    operand = op.operands[0]
+    dim = wrap(op["dim"], operand.ndim)
+    labels = [None if d == dim else d for d in range(operand.ndim)]
+    return by_labels(op, {0: labels}, [labels] * len(op.outputs))
+
+
+_OTHER = (
+    "amax.default", "amin.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "logsumexp.default",
+    "prod.dim_int", "prod.default", "var.dim", "var.correction", "std.dim", "std.correction", "var_mean.correction",
+    "linalg_vector_norm.default", "norm.ScalarOpt_dim", "median.dim", "std_mean.correction", "max.default", "min.default",
+)  # fmt: skip
+_ALONG = (
+    "cumsum.default", "cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default", "sort.default",
+    "sort.stable", "argsort.default", "topk.default",
+)  # fmt: skip
+
+
+def _overloads(names: tuple[str, ...]) -> list[Any]:
+    pairs = (name.split(".") for name in names)
+    return [getattr(getattr(aten, packet), overload) for packet, overload in pairs]
+
+
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(_overloads(_OTHER), _other_dims),
+    **dict.fromkeys(_overloads(_ALONG), _along),
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.any.default: _logical,
+    aten.any.dim: _logical,
+    aten.any.dims: _logical,
+    aten.all.default: _logical,
+    aten.all.dim: _logical,
+    aten.all.dims: _logical,
+}

@@ -1,0 +1,138 @@
+"""Finds the sequence: the axis that attention's queries trace back to, through the embedding, to the inputs.
+
+Never by a size and never by a name: each candidate dim is followed forward with the rules of ``place``, and the one
+that ends as the query's sequence dim is it. Token ids win over hidden states (a vision tower, an encoder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cp_compile.errors import RefusedError
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import is_tensor
+from cp_compile.passes.layouts import Axis, Sharded, shape_of
+from cp_compile.passes.rules.attention import is_attention
+
+__all__ = ["find_sequence"]
+
+aten = torch.ops.aten
+_EMBEDDINGS = (aten.embedding.default,)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A dim of an input: it starts at ``start``, the embedding of the ids or the input itself."""
+
+    start: Node
+    source: Node
+    layout: Sharded
+    from_ids: bool
+    reached: frozenset[Node] = frozenset()
+
+
+def find_sequence(
+    module: GraphModule, context: Context, reached: Callable[[Mapping[Node, Sharded]], frozenset[Node]]
+) -> dict[Node, Sharded]:
+    """Where the sequence starts: nodes, and how they are cut.
+
+    Args:
+        module: the graph in the global view.
+        context: options and the size of the group.
+        reached: the attentions whose queries are cut along their sequence if the graph is cut at some seeds.
+
+    Raises:
+        RefusedError: no dim of any input reaches an attention, or several unrelated ones do.
+    """
+    candidates = []
+    for candidate in _candidates(module, context):
+        found = reached({candidate.start: candidate.layout})
+        if found:
+            candidates.append(_Candidate(candidate.start, candidate.source, candidate.layout, candidate.from_ids, found))
+    candidates = _wanted(candidates, context)
+    if not candidates:
+        raise _nothing(module, context)
+    groups = _groups(candidates)
+    with_ids = [group for group in groups if any(candidate.from_ids for candidate in group)]
+    groups = with_ids or groups
+    if len(groups) > 1:
+        names = sorted({str(candidate.source.meta.get("cp_input")) for group in groups for candidate in group})
+        raise RefusedError(
+            f"several inputs hold sequences of their own: {', '.join(names)}",
+            f'say which one the ranks share: options={{"sequence": {names[0]!r}}}',
+        )
+    return {candidate.start: candidate.layout for candidate in groups[0]}
+
+
+def _candidates(module: GraphModule, context: Context) -> Iterator[_Candidate]:
+    ids_of: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            if not isinstance(val, torch.Tensor) or node.meta.get("cp_parameter") or node.meta.get("cp_buffer"):
+                continue
+            if not val.dtype.is_floating_point:
+                ids_of[node] = node
+            else:
+                yield from _dims(node, node, val, context, from_ids=False)
+        elif is_tensor(node) and not val.dtype.is_floating_point:
+            sources = [ids_of[source] for source in node.all_input_nodes if source in ids_of]
+            if sources:
+                ids_of[node] = sources[0]
+        elif node.target in _EMBEDDINGS and node.args[1] in ids_of:
+            indices = node.args[1]
+            yield from _dims(node, ids_of[indices], indices.meta["val"], context, from_ids=True)
+
+
+def _dims(start: Node, source: Node, val: torch.Tensor, context: Context, *, from_ids: bool) -> Iterator[_Candidate]:
+    for dim, size in enumerate(shape_of(val)):
+        yield _Candidate(start, source, Sharded(dim, Axis.cut(size, context.cp_size)), from_ids)
+
+
+def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
+    """Those that the option names."""
+    option = context.options.sequence
+    if option is None:
+        return candidates
+    name, dim = option if isinstance(option, tuple) else (option, None)
+    chosen = [
+        candidate
+        for candidate in candidates
+        if candidate.source.meta.get("cp_input") == name and dim in (None, candidate.layout.dim)
+    ]
+    if not chosen:
+        known = sorted({str(candidate.source.meta.get("cp_input")) for candidate in candidates})
+        raise RefusedError(
+            f"options['sequence'] is {option!r}, and no such input reaches an attention's queries",
+            f"name one of: {', '.join(known) or '(none)'}",
+        )
+    return chosen
+
+
+def _groups(candidates: list[_Candidate]) -> list[list[_Candidate]]:
+    """Candidates that reach a common attention are one axis."""
+    groups: list[list[_Candidate]] = []
+    for candidate in candidates:
+        related = [group for group in groups if any(candidate.reached & other.reached for other in group)]
+        groups = [group for group in groups if group not in related]
+        groups.append([*(member for group in related for member in group), candidate])
+    return groups
+
+
+def _nothing(module: GraphModule, context: Context) -> RefusedError:
+    attentions = [node for node in module.graph.nodes if is_attention(node.target)]
+    if not attentions:
+        return RefusedError(
+            "nothing to share among the ranks: the graph has no scaled_dot_product_attention",
+            "compile the whole model, with its attention written as torch.nn.functional.scaled_dot_product_attention",
+        )
+    return RefusedError.at(
+        attentions[0],
+        f"nothing becomes sharded: none of the {len(attentions)} attentions has a query whose sequence traces back to "
+        "an input of token ids or hidden states",
+        "pass the token ids (or inputs_embeds) to the compiled function",
+    )
