@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from cp_compile.options import Options
-from cp_compile.passes.layouts import Size
+from cp_compile.passes.layouts import Sharded, Size
 
 __all__ = ["Context", "Output"]
 
@@ -38,6 +38,7 @@ class Context:
     options: the user's options.
     prologue: nodes that stand once per graph, by what they compute.
     outputs: how each output comes back; filled by ``place``.
+    seeds: where the sequence starts; ``None``: ``place`` finds it.
     """
 
     cp_size: int
@@ -45,3 +46,4 @@ class Context:
     options: Options = field(default_factory=Options)
     prologue: dict[tuple[Any, ...], Node] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
+    seeds: dict[Node, Sharded] | None = None

@@ -103,7 +103,9 @@ def _drop_pads(edit: Editor, value: Node, shape: tuple[Size, ...], have: Sharded
         return value
     start, end = edit.size(axis.start), edit.size(axis.start + axis.size)
     if have.pure:
-        return edit.call(aten.slice.Tensor, value, dim, start, end)
+        # Contiguous: inductor fixes the strides of a fallback kernel's input, and those of a slice with a symbolic
+        # length come out as the numbers of the first length that it met.
+        return edit.call(aten.contiguous.default, edit.call(aten.slice.Tensor, value, dim, start, end))
     split = [*shape[:dim], have.outer, cp * axis.chunk, have.inner, *shape[dim + 1 :]]
     value = edit.call(aten.reshape.default, value, edit.sizes(split))
     value = edit.call(aten.slice.Tensor, value, dim + 1, start, end)

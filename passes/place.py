@@ -38,7 +38,9 @@ Seeds = Mapping[Node, Sharded]
 
 def place(module: GraphModule, context: Context) -> GraphModule:
     """Places the whole graph. Idempotent: a second run finds the same."""
-    seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
+    seeds = context.seeds
+    if seeds is None:
+        seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
     for node, (placement, operands) in _propagate(module, seeds, context, refuse=True):
         node.meta["cp_layout"] = placement.out
         node.meta["cp_shown"] = (placement.deliver,) if placement.deliver else placement.out

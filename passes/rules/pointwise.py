@@ -67,3 +67,4 @@ def _functional(packet: object) -> list[object]:
 RULES: dict[object, Rule] = {
     overload: pointwise for name in _NAMES if hasattr(aten, name) for overload in _functional(getattr(aten, name))
 }
+RULES[aten.broadcast_tensors.default] = pointwise

@@ -1,0 +1,69 @@
+"""Real processes: on every rank the loss, the logits and every parameter's mean gradient of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import Config, batch, model
+from tests.ranks import Ranks, compare_with_plain
+
+LENGTHS = (13, 16, 3, 1)
+SHAPES = {
+    "mha": Config(),
+    "gqa 4:2": Config(layers=1, kv_heads=2),
+    "mqa": Config(layers=1, kv_heads=1),
+    "tied, layer norm": Config(layers=1, tied=True, norm="layer", loss="slice"),
+    "not causal": Config(layers=1, causal=False, loss="pad"),
+    "checkpointed": Config(checkpointed=2),
+}
+
+
+def job(config: Config, lengths: tuple[int, ...], keywords: dict[str, Any]) -> list[float]:
+    return compare_with_plain(model(config), [batch(length) for length in lengths], **keywords)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_two_ranks(two_ranks: Ranks, name: str, compiler: str) -> None:
+    lengths = LENGTHS if name == "mha" else (13,)
+    two_ranks.run(job, SHAPES[name], lengths, {"options": {"compiler": compiler}, "dynamic": False})
+
+
+@pytest.mark.parametrize("gqa", ["flag", "repeat"])
+def test_a_group_cut_by_the_query_heads(two_ranks: Ranks, gqa: str) -> None:
+    """6 query heads on 3 kv heads: each rank's 3 query heads use two kv heads, one of them shared."""
+    two_ranks.run(job, Config(layers=1, heads=6, kv_heads=3, gqa=gqa), (13,), {"options": {"compiler": "aot_eager"}})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths", "compiler"),
+    [(4, 4, LENGTHS, "eager"), (4, 1, (13,), "aot_eager"), (8, 2, (16,), "aot_eager")],
+)
+def test_four_ranks(four_ranks: Ranks, heads: int, kv_heads: int, lengths: tuple[int, ...], compiler: str) -> None:
+    config = Config(layers=1, heads=heads, kv_heads=kv_heads, width=4)
+    four_ranks.run(job, config, lengths, {"options": {"compiler": compiler}, "dynamic": False})
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_three_lengths_in_a_row(two_ranks: Ranks, dynamic: bool | None) -> None:
+    keywords = {"options": {"compiler": "aot_eager"}, "dynamic": dynamic}
+    two_ranks.run(job, Config(layers=1, kv_heads=2, loss="slice"), (13, 16, 9), keywords)
+
+
+def test_inductor(two_ranks: Ranks) -> None:
+    config = Config(layers=1, heads=6, kv_heads=3, checkpointed=1, tied=True)
+    two_ranks.run(job, config, (13,), {"dynamic": False})
+
+
+def test_inductor_with_symbolic_lengths(two_ranks: Ranks) -> None:
+    two_ranks.run(job, Config(layers=1, kv_heads=2, loss="pad"), (13, 16), {"dynamic": True})
+
+
+def test_autocast(two_ranks: Ranks) -> None:
+    """bf16: the ranks round like the plain model does, so they agree to bf16's precision and keep float32 gradients."""
+    config = Config(layers=1, amplify=1.0, dtype=torch.float32)
+    keywords = {"options": {"compiler": "aot_eager"}, "autocast": True, "tolerance": 3e-2}
+    two_ranks.run(job, config, (13,), keywords)
