@@ -152,8 +152,8 @@ def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None
     limit = torch._dynamo.config.recompile_limit
     if frame_compile_number() + 1 >= limit:
         raise RefusedError(
-            f"this is compilation {frame_compile_number() + 1} of {limit} that torch._dynamo.config.recompile_limit "
-            "permits: the next one would silently run the plain model",
+            f"this function was compiled {frame_compile_number()} times before, and "
+            f"torch._dynamo.config.recompile_limit permits {limit}: the next one would silently run the plain model",
             "compile with dynamic=True, pad lengths to few values, or raise torch._dynamo.config.recompile_limit",
         )
     from torch.distributed.tensor import DTensor

@@ -37,6 +37,7 @@ _AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.Disp
 # Composites that autocast has no kernel for, but whose parts it casts.
 _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
 _CHECKS = (aten._assert_tensor_metadata.default,)
+_DATA_DEPENDENT = "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward"
 _region_numbers = itertools.count(1)
 
 
@@ -103,7 +104,7 @@ def _fake(value: Any, fake_mode: FakeTensorMode, context: TracingContext) -> Any
 
 
 def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
-    mutated: list[int] = []
+    _refuse_unknown_regions(graph_module)
 
     def run(*values: Any) -> Any:
         with _CaptureMode(pre_dispatch=True, export=True):
@@ -111,7 +112,6 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
             result = _Inliner(graph_module).run(*inputs)
             for value, functional in zip(values, inputs, strict=True):
                 if isinstance(functional, FunctionalTensor) and _was_mutated(functional):
-                    mutated.append(1)
                     torch._sync(functional)
                     aten.copy_(value, torch._from_functional_tensor(functional.elem))
             return tree_map(_unwrap, result)
@@ -123,8 +123,7 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
     except exceptions_allowed_to_be_fallback as error:
         # Dynamo would turn these into a graph break and a warning, and run the model eagerly.
         raise RefusedError(
-            f"the graph holds something that has no static form: {error}",
-            "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward",
+            f"the graph holds something that has no static form: {error}", _DATA_DEPENDENT
         ) from error
     for node in module.graph.nodes:
         if node.target in _CHECKS:
@@ -132,6 +131,18 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _refuse_unknown_regions(graph_module: GraphModule) -> None:
+    """Nested regions are inlined one by one as they are known; an unknown one is named before anything is traced."""
+    for module in graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _REGIONS:
+                raise RefusedError.at(
+                    node,
+                    f"the higher-order op {node.target} has no rule",
+                    "write that part of the model in plain torch ops",
+                )
 
 
 def _unwrap(value: Any) -> Any:
@@ -193,8 +204,13 @@ class _Inliner(Interpreter):
             raise
         except exceptions_allowed_to_be_fallback as error:
             raise RefusedError(
-                f"{n.target} has no static form ({type(error).__name__})",
-                "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward",
+                f"{n.target} has no static form ({type(error).__name__})", _DATA_DEPENDENT, line=user_line(n)
+            ) from error
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise RefusedError(
+                f"{n.target} has no functional ATen form ({type(error).__name__}: {reason})",
+                "write that part of the model in plain torch ops",
                 line=user_line(n),
             ) from error
 
@@ -202,15 +218,10 @@ class _Inliner(Interpreter):
         handler = _REGIONS.get(getattr(target, "__name__", ""))
         if handler is not None:
             return handler(self, *args, **kwargs)
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            raise RefusedError(
-                f"the higher-order op {target} has no rule",
-                "write that part of the model in plain torch ops",
-                line=self._line(),
-            )
         return super().call_function(target, args, kwargs)
 
-    def _line(self) -> str:
+    def line(self) -> str:
+        """The user's line of the node that is being run."""
         meta = torch.fx.traceback.get_current_meta()
         probe = torch.fx.Graph().placeholder("probe")
         probe.meta["stack_trace"] = meta.get("stack_trace")
@@ -248,10 +259,13 @@ def _checkpoint_region(run: _Inliner, body: GraphModule, *args: Any, **options: 
     options.pop("determinism_check", None)
     options.pop("debug", None)
     options.pop("early_stop", None)
+    if body.meta.get("_checkpoint_context_fn") is not None:
+        options["context_fn"] = True
     if options:
         raise RefusedError(
             f"torch.utils.checkpoint with {', '.join(sorted(options))}",
             "use plain torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+            line=run.line(),
         )
     tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_region_numbers)}
     return run.inline(body, args, tags)

@@ -107,6 +107,12 @@ def _place_node(
         raise no_draw(op)
     if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
         return _whole(node, operands)
+    if node.target is aten.copy_.default:
+        raise NoRule(
+            f"input {operands[0].meta.get('cp_input')!r} is updated with a value that is cut over the ranks, so that "
+            "each rank would keep another one",
+            "update it with a value that is the same on every rank (a mean over the sequence, a count)",
+        )
     rule = RULES.get(node.target)
     if rule is None:
         raise NoRule(f"{op.name} has no rule for a value whose {_cut_name(op)} is cut over the ranks")

@@ -33,7 +33,7 @@ _NAMES = (
     "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__", "__xor__", "isnan", "isinf",
     "isfinite", "isposinf", "isneginf", "where", "masked_fill",
     # dtype, device, copies
-    "to", "type_as", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "positive",
+    "to", "type_as", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "positive", "copy",
     # filled like another
     "zeros_like", "ones_like", "full_like", "empty_like",
 )
