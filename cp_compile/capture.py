@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,6 +129,10 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
     for node in module.graph.nodes:
         if node.target in _CHECKS:
             module.graph.erase_node(node)
+        elif _is_no_op(node):
+            # Dynamo and torch.export differ in which of these they record.
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -143,6 +148,14 @@ def _refuse_unknown_regions(graph_module: GraphModule) -> None:
                     f"the higher-order op {node.target} has no rule",
                     "write that part of the model in plain torch ops",
                 )
+
+
+def _is_no_op(node: Node) -> bool:
+    """A slice of everything, ``x[:, :]``."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    source, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[:5]
+    return start in (0, None) and step == 1 and (end is None or end == sys.maxsize) and isinstance(source, Node)
 
 
 def _unwrap(value: Any) -> Any:

@@ -98,8 +98,14 @@ class _LocalRun(Interpreter):
         super().__init__(module, garbage_collect_values=False)
 
     def run_node(self, n: Node) -> Any:
-        # A number that Dynamo handed over as a 0-dim tensor: its value is a symbol already.
-        return n.meta["val"] if n.target in _NUMBERS else super().run_node(n)
+        if n.target in _NUMBERS:
+            # A number that Dynamo handed over as a 0-dim tensor: its value is a symbol already.
+            return n.meta["val"]
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise InvariantError(f"{n} does not run on local shapes: {reason} ({user_line(n)})") from error
 
     def collect(self, inputs: list[Any]) -> dict[Node, Any]:
         grad = torch.is_grad_enabled()

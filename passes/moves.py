@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 from torch.fx import GraphModule, Node
@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from cp_compile.errors import InvariantError
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, rewire, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Layout, Partial, PerQueryHead, Sharded, Size, Whole
+from cp_compile.passes.layouts import WHOLE, Layout, Partial, PerQueryHead, Sharded, Whole
 
 __all__ = ["Build", "can_move", "insert_moves", "next_move"]
 
@@ -53,9 +53,8 @@ def next_move(have: Layout, want: Layout) -> tuple[str, Layout] | None:
     return step
 
 
-def can_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int, *, gather: bool) -> bool:
+def can_move(have: Layout, want: Layout, *, gather: bool) -> bool:
     """Whether a value can be given another layout; making a cut value whole takes ``gather``."""
-    del shape, cp_size
     if isinstance(have, PerQueryHead) and have != want:
         return False
     while (step := next_move(have, want)) is not None:

@@ -13,28 +13,35 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
+from cp_compile.passes.editor import COLLECTIVES
 
 __all__ = ["overlap"]
 
+_MOVES = ("exchange", "gather")
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def overlap(module: GraphModule, context: Context) -> GraphModule:
-    """Moves each wait, and the views behind it, in front of the first use. Idempotent."""
+    """Moves each wait, and the views behind it, in front of their first use. Idempotent."""
     del context
-    segment: dict[Node, int] = {}
-    number = 0
+    grad_mode: dict[Node, bool] = {}
+    chains: dict[Node, list[Node]] = {}
+    chain_of: dict[Node, Node] = {}
+    mode = True
     for node in module.graph.nodes:
-        number += node.target is torch._C._set_grad_enabled
-        segment[node] = number
-    waited: set[Node] = set()
-    for node in module.graph.nodes:
-        behind = node.meta.get("cp_pass") in ("exchange", "gather") and any(n in waited for n in node.all_input_nodes)
-        if node.target is _wait or behind:
-            waited.add(node)
-    # From the back, so that the views behind a wait are out of its way before it moves.
-    for node in reversed([n for n in module.graph.nodes if n in waited]):
-        first = min(node.users, default=None)  # nodes compare by their place in the graph
-        if first is not None and segment[first] == segment[node]:
-            first.prepend(node)
+        if node.target is torch._C._set_grad_enabled:
+            mode = bool(node.args[0])
+        grad_mode[node] = mode
+        source = next((chain_of[n] for n in node.all_input_nodes if n in chain_of), None)
+        if node.target is _wait:
+            chains[node], chain_of[node] = [node], node
+        elif source is not None and node.meta.get("cp_pass") in _MOVES and node.target not in COLLECTIVES:
+            chains[source].append(node)
+            chain_of[node] = source
+    for wait, chain in chains.items():
+        # Nodes compare by their place in the graph.
+        first = min((user for node in chain for user in node.users if user not in chain), default=None)
+        if first is not None and grad_mode[first] == grad_mode[wait]:
+            for node in chain:
+                first.prepend(node)
     return module

@@ -33,19 +33,21 @@ class PassStep:
     run: Pass
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
+    kind: str = ""
 
     @property
     def name(self) -> str:
-        return self.run.__name__
+        """The name that the pass stamps on its nodes."""
+        return self.kind or self.run.__name__
 
 
 PIPELINE: tuple[PassStep, ...] = (
     PassStep(place, requires=("global",), provides=("layouts",)),
     PassStep(bind_rank, requires=("global",), provides=("rank",)),
-    PassStep(reduce_partial, requires=("layouts",), provides=("reduce",)),
+    PassStep(reduce_partial, requires=("layouts",), provides=("reduce",), kind="reduce"),
     PassStep(gather, requires=("layouts", "reduce"), provides=("gather",)),
     PassStep(exchange, requires=("layouts", "rank", "reduce", "gather"), provides=("exchange",)),
-    PassStep(slice_whole, requires=("layouts", "rank", "reduce", "gather"), provides=("slice",)),
+    PassStep(slice_whole, requires=("layouts", "rank", "reduce", "gather"), provides=("slice",), kind="slice"),
     PassStep(localise, requires=("reduce", "gather", "exchange", "slice"), provides=("local",)),
     PassStep(return_sizes, requires=("layouts",)),
     PassStep(overlap, requires=("local",)),

@@ -125,7 +125,7 @@ def _check_moves(op: Op, placement: Placement, context: Context) -> None:
     gather = context.options.fallback == "gather"
     for operand in op.operands:
         want = placement.wants.get(operand.index, operand.layout)
-        if not can_move(operand.layout, want, operand.shape, context.cp_size, gather=gather):
+        if not can_move(operand.layout, want, gather=gather):
             raise NoRule(f"{op.name} needs an operand that is {want}, and it is {operand.layout}: there is no such move")
 
 
