@@ -28,16 +28,59 @@ __all__ = [
     "PythonReferenceAnalysis",
     "TracingContext",
     "active_ddp_module",
+    "autocast_kernel",
     "current_mesh",
     "detect_fake_mode",
     "exceptions_allowed_to_be_fallback",
     "fake_process_group",
     "frame_compile_number",
+    "from_functional",
     "group_store",
     "known_equal",
+    "no_autocast",
     "statically_known_true",
     "sympy_interp",
+    "to_functional",
+    "was_mutated",
 ]
+
+
+def to_functional(value: Any) -> Any:
+    """A tensor as a FunctionalTensor; another value as it is."""
+    return FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value
+
+
+def from_functional(value: Any) -> Any:
+    """The up-to-date tensor inside a FunctionalTensor; another value as it is."""
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(value.elem)
+
+
+def was_mutated(value: Any) -> bool:
+    """Whether the contents of a FunctionalTensor were written to."""
+    if not isinstance(value, FunctionalTensor):
+        return False
+    return bool(torch._functionalize_has_data_mutation(value.elem))  # type: ignore[attr-defined]
+
+
+def autocast_kernel(op: Any, device: str) -> Any:
+    """The kernel that autocast puts in front of an op on a device, if it is on and not running already.
+
+    ``None``: autocast is off here; ``False``: it is on, and the op has no such kernel.
+    """
+    key = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}[device]
+    if not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+        return None
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return False
+    return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
+
+
+def no_autocast() -> Any:
+    """A guard that switches autocast off for every device."""
+    return torch._C._DisableAutocast()
 
 
 def group_store(group: torch.distributed.ProcessGroup) -> Any:

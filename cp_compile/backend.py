@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from cp_compile._compat import active_ddp_module, exceptions_allowed_to_be_fallback, frame_compile_number
+from cp_compile._compat import active_ddp_module, exceptions_allowed_to_be_fallback, frame_compile_number, no_autocast
 from cp_compile.capture import capture
 from cp_compile.errors import CPError, InvariantError, RefusedError
 from cp_compile.group import find_group, rank_tensor
@@ -58,7 +58,7 @@ def cp_ulysses(
         raise
     fingerprint = graph_hash(program.module)
     inputs = [*example_inputs, rank_tensor(group, program.device)]
-    with torch._C._DisableAutocast(), no_fallback(f"compiler {parsed.compiler!r}"):
+    with no_autocast(), no_fallback(f"compiler {parsed.compiler!r}"):
         compiled = _compile(program.module, inputs, parsed, mode)
     return run_wrapper(
         compiled,
@@ -120,7 +120,7 @@ def _compile(module: GraphModule, inputs: list[Any], options: Options, mode: str
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **options.inductor}
-    return compile_fx(module, inputs, config_patches=patches or None)  # type: ignore[no-any-return]
+    return compile_fx(module, inputs, config_patches=patches or None)  # type: ignore[return-value]
 
 
 @contextmanager

@@ -24,17 +24,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cp_compile._compat import (
     FakeTensor,
     FakeTensorMode,
-    FunctionalTensor,
     FunctionalTensorMode,
     TracingContext,
+    autocast_kernel,
     exceptions_allowed_to_be_fallback,
+    from_functional,
+    to_functional,
+    was_mutated,
 )
-from cp_compile.errors import RefusedError, user_line
+from cp_compile.errors import InvariantError, RefusedError, user_line
 
 __all__ = ["capture", "capture_export", "input_names"]
 
 aten = torch.ops.aten
-_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 # Composites that autocast has no kernel for, but whose parts it casts.
 _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
 _CHECKS = (aten._assert_tensor_metadata.default,)
@@ -54,6 +56,8 @@ def capture(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphMo
     """
     context = TracingContext.get()
     fake_mode = context.fake_mode
+    if fake_mode is None:
+        raise InvariantError("Dynamo's tracing context has no fake mode")
     fakes = [_fake(value, fake_mode, context) for value in example_inputs]
     names = input_names(graph_module)
     module = _trace(graph_module, fakes, fake_mode)
@@ -109,13 +113,12 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
 
     def run(*values: Any) -> Any:
         with _CaptureMode(pre_dispatch=True, export=True):
-            inputs = [FunctionalTensor.to_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
+            inputs = [to_functional(value) for value in values]
             result = _Inliner(graph_module).run(*inputs)
             for value, functional in zip(values, inputs, strict=True):
-                if isinstance(functional, FunctionalTensor) and _was_mutated(functional):
-                    torch._sync(functional)
-                    aten.copy_(value, torch._from_functional_tensor(functional.elem))
-            return tree_map(_unwrap, result)
+                if was_mutated(functional):
+                    aten.copy_(value, from_functional(functional))
+            return tree_map(from_functional, result)
 
     try:
         # Without the fake mode, arange(s) would run for real and specialise a symbolic size.
@@ -123,9 +126,7 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
             module = make_fx(run, pre_dispatch=True)(*fakes)
     except exceptions_allowed_to_be_fallback as error:
         # Dynamo would turn these into a graph break and a warning, and run the model eagerly.
-        raise RefusedError(
-            f"the graph holds something that has no static form: {error}", _DATA_DEPENDENT
-        ) from error
+        raise RefusedError(f"the graph holds something that has no static form: {error}", _DATA_DEPENDENT) from error
     for node in module.graph.nodes:
         if node.target in _CHECKS:
             module.graph.erase_node(node)
@@ -155,18 +156,7 @@ def _is_no_op(node: Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
     source, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[:5]
-    return start in (0, None) and step == 1 and (end is None or end == sys.maxsize) and isinstance(source, Node)
-
-
-def _unwrap(value: Any) -> Any:
-    if isinstance(value, FunctionalTensor):
-        torch._sync(value)
-        return torch._from_functional_tensor(value.elem)
-    return value
-
-
-def _was_mutated(tensor: FunctionalTensor) -> bool:
-    return bool(torch._functionalize_has_data_mutation(tensor.elem))
+    return isinstance(source, Node) and bool(step == 1) and start in (0, None) and end in (None, sys.maxsize)
 
 
 @contextmanager
@@ -189,15 +179,13 @@ class _CaptureMode(FunctionalTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for device, key in _AUTOCAST_KEYS.items():
-            if not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
-                continue
-            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        for device in ("cpu", "cuda"):
+            kernel = autocast_kernel(func, device)
+            if kernel is False and func in _CAST_INSIDE:
+                kernel = func.decompose
+            if kernel:
                 with self:
-                    return func._op_dk(key, *args, **kwargs)
-            if func in _CAST_INSIDE:
-                with self:
-                    return func.decompose(*args, **kwargs)
+                    return kernel(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -19,14 +19,15 @@ def _positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="cp-compile", description='Context parallelism as a compiler pass: torch.compile(model, backend="cp_ulysses").'
+        prog="cp-compile",
+        description='Context parallelism as a compiler pass: torch.compile(model, backend="cp_ulysses").',
     )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
         help="train a small model on CPU ranks and in one process, and compare",
-        description="Trains a small Llama on real text, once on ranks that share each sequence and once in one process, "
-        "and compares the losses. Exit code 0: equal within 1e-4. Takes 1 to 3 minutes, compilation included.",
+        description="Trains a small Llama on real text, once on ranks that share each sequence and once in one "
+        "process, and compares the losses. Exit code 0: equal within 1e-4. Takes 1 to 3 minutes, compilation included.",
     )
     demo.add_argument("--ranks", type=_positive, default=2, help="processes that share each sequence (default: 2)")
     demo.add_argument("--steps", type=_positive, default=20, help="optimizer steps (default: 20)")

@@ -82,20 +82,22 @@ def demo(settings: Demo) -> bool:
 
     data = corpus(settings.text)
     if len(data) < settings.sequence_length:
-        raise CPError(f"the text has {len(data)} bytes, and a sequence takes {settings.sequence_length}: give a longer one")
+        raise CPError(
+            f"the text has {len(data)} bytes, and a sequence takes {settings.sequence_length}: give a longer one"
+        )
     console = Console()
     console.print(
         f"A Llama of 2 layers on {len(data):,} bytes of text: {settings.steps} steps of one sequence of "
         f"{settings.sequence_length} tokens, compiled with {settings.compiler}."
     )
     with tempfile.TemporaryDirectory() as folder:
-        shared = _launch(settings, settings.ranks, folder)
-        alone = _launch(settings, 1, folder)
-        difference = _parameter_difference(folder, settings.ranks)
+        shared = _launch(settings, settings.ranks, folder, shared=True)
+        alone = _launch(settings, 1, folder, shared=False)
+        difference = _parameter_difference(folder)
     return _show(console, settings, shared, alone[0], difference)
 
 
-def _launch(settings: Demo, ranks: int, folder: str) -> list[Run]:
+def _launch(settings: Demo, ranks: int, folder: str, *, shared: bool) -> list[Run]:
     """Starts the processes with torch's own launcher, on a free port."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -111,33 +113,33 @@ def _launch(settings: Demo, ranks: int, folder: str) -> list[Run]:
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    results = elastic_launch(config, _train)(settings, folder)
+    results = elastic_launch(config, _train)(settings, folder, shared)
     return [results[rank] for rank in range(ranks)]
 
 
-def _train(settings: Demo, folder: str) -> Run:
-    """One process: the ranks share each sequence; a single one is the plain model, compiled with the same compiler."""
+def _train(settings: Demo, folder: str, shared: bool) -> Run:
+    """One process: a rank that shares each sequence, or the plain model, compiled with the same compiler."""
     ranks = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Llama()
-    options = {"compiler": settings.compiler}
-    plain = "inductor" if settings.compiler == "inductor" else settings.compiler
     compiled: Callable[..., Any] = (
-        torch.compile(model, backend="cp_ulysses", options=options) if ranks > 1 else torch.compile(model, backend=plain)
+        torch.compile(model, backend="cp_ulysses", options={"compiler": settings.compiler})
+        if shared
+        else torch.compile(model, backend=settings.compiler)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = _batches(settings)
     losses: list[float] = []
     start = time.perf_counter()
-    title = f"{ranks} ranks, cp_ulysses" if ranks > 1 else "one process, plain"
+    title = f"{ranks} ranks, cp_ulysses" if shared else "one process, plain"
     with _progress(title, settings.steps, show=rank == 0) as advance:
         for ids in batches:
             loss = compiled(ids)
             loss.backward()
-            if ranks > 1:
+            if shared:
                 average_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -145,7 +147,7 @@ def _train(settings: Demo, folder: str) -> Run:
             advance()
     seconds = time.perf_counter() - start
     if rank == 0:
-        torch.save(model.state_dict(), Path(folder) / f"{ranks}.pt")
+        torch.save(model.state_dict(), Path(folder) / f"{shared}.pt")
     # One more forward and backward, compiled by now, for the counts.
     activity = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activity, record_shapes=True) as profile, _saved_bytes(model) as saved:
@@ -211,9 +213,9 @@ def _exchanges(profile: Any, ranks: int) -> tuple[int, int]:
     return count, sent
 
 
-def _parameter_difference(folder: str, ranks: int) -> float:
-    shared, alone = (torch.load(Path(folder) / f"{n}.pt") for n in (ranks, 1))
-    return max((shared[name] - alone[name]).abs().max().item() for name in alone)
+def _parameter_difference(folder: str) -> float:
+    shared, alone = (torch.load(Path(folder) / f"{name}.pt") for name in (True, False))
+    return max(float((shared[name] - alone[name]).abs().max()) for name in alone)
 
 
 def _show(console: Any, settings: Demo, shared: list[Run], alone: Run, difference: float) -> bool:
@@ -244,9 +246,13 @@ def _show(console: Any, settings: Demo, shared: list[Run], alone: Run, differenc
     same_on_all = all(run.losses == rank.losses for run in shared)
     ok = worst <= _TOLERANCE and same_on_all
     if ok:
-        console.print(f"[bold]Equal:[/bold] every loss within {_TOLERANCE:g} (worst {worst:.1e}), the same on all ranks.")
+        console.print(
+            f"[bold]Equal:[/bold] every loss within {_TOLERANCE:g} (worst {worst:.1e}), the same on all ranks."
+        )
     else:
-        console.print(f"[bold]DIFFERENT:[/bold] worst relative difference {worst:.1e}; same on all ranks: {same_on_all}.")
+        console.print(
+            f"[bold]DIFFERENT:[/bold] worst relative difference {worst:.1e}; same on all ranks: {same_on_all}."
+        )
     return ok
 
 

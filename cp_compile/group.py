@@ -84,7 +84,8 @@ def _of_process_group(group: Any, mesh: Any) -> Group:
     rank = dist.get_rank(group)
     if rank < 0:
         raise RefusedError(
-            f"rank {dist.get_rank()} is not in the context-parallel group", "call the model on the ranks of its mesh only"
+            f"rank {dist.get_rank()} is not in the context-parallel group",
+            "call the model on the ranks of its mesh only",
         )
     return Group(group, mesh, dist.get_world_size(group), rank)
 
@@ -103,10 +104,14 @@ def _world_is_unopposed(inputs: Sequence[Any]) -> None:
     remedy = 'say which ranks share a sequence: options={"mesh": mesh["cp"]}'
     for value in inputs:
         if isinstance(value, DTensor) and value.device_mesh.size() != world:
-            raise RefusedError(f"no mesh was given, and a parameter lives on {value.device_mesh}, not the world", remedy)
+            raise RefusedError(
+                f"no mesh was given, and a parameter lives on {value.device_mesh}, not the world", remedy
+            )
     ddp = active_ddp_module()
     if ddp is not None and dist.get_world_size(ddp.process_group) != world:
-        raise RefusedError("no mesh was given, and DistributedDataParallel runs on another group than the world", remedy)
+        raise RefusedError(
+            "no mesh was given, and DistributedDataParallel runs on another group than the world", remedy
+        )
 
 
 def rank_tensor(group: Group, device: torch.device) -> torch.Tensor:

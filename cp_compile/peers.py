@@ -50,7 +50,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         place = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=flat.device)
         plain += part.sum()
         weighted += (part * (place * 2654435761 % 2147483647)).sum()
-    return f"{tuple(tensor.shape)} {tensor.dtype} {plain.item() & (2**64 - 1):x}.{weighted.item() & (2**64 - 1):x}"
+    return f"{tuple(tensor.shape)} {tensor.dtype} {int(plain) & (2**64 - 1):x}.{int(weighted) & (2**64 - 1):x}"
 
 
 class Peers:
@@ -79,7 +79,10 @@ class Peers:
             PeerMismatchError: on every rank: what differs, and on which rank.
         """
         number = self._next()
-        entry = {"graph": graph, "inputs": [(name, _describe(value)) for name, value in zip(names, inputs, strict=True)]}
+        entry = {
+            "graph": graph,
+            "inputs": [(name, _describe(value)) for name, value in zip(names, inputs, strict=True)],
+        }
         self._post(number, entry)
         entries = self._collect(number)
         refused = {rank: e["refused"] for rank, e in enumerate(entries) if "refused" in e}

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from cp_compile._compat import no_autocast
 from cp_compile.group import Group, rank_tensor
 from cp_compile.passes.context import Output
-from cp_compile.peers import Peers
 
 __all__ = ["ScaleGradient", "real_rows", "run_wrapper"]
 
@@ -92,7 +92,7 @@ def run_wrapper(
             if given[position].requires_grad:
                 given[position] = _MeanGradient.apply(given[position], group)
         # Casts are nodes of the graph already.
-        with torch._C._DisableAutocast():
+        with no_autocast():
             results = list(compiled(*given, rank))
         values, sizes = results[: len(outputs)], results[len(outputs) :]
         return [_come_back(value, output, sizes) for value, output in zip(values, outputs, strict=True)]

@@ -176,7 +176,7 @@ class _Simulate(torch.autograd.Function):
 def _spread(mode: Any, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    copy: Callable[[int], torch.Tensor] = lambda _: value.detach().clone()  # noqa: E731
+    copy: Callable[[int], torch.Tensor] = lambda _: value.detach().clone()
     return mode.rank_map(copy).requires_grad_(value.requires_grad)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,7 +92,8 @@ class Editor:
     @property
     def rank(self) -> Node:
         """The rank: an input, a 0-dim int64 tensor, so that the graph is the same on every rank."""
-        for node in self.graph.find_nodes(op="placeholder"):
+        inputs: list[Node] = self.graph.find_nodes(op="placeholder")
+        for node in inputs:
             if node.meta.get("cp_rank"):
                 return node
         raise InvariantError("the graph has no rank input: the pass 'bind_rank' did not run")
@@ -156,7 +157,9 @@ class Editor:
         return self.once(("raw_rows", axis.chunk, axis.start), make)
 
     def _size_node(self, size: sympy.Expr) -> Node:
-        bindings = {symbol: Proxy(self._symbol(symbol), GraphAppendingTracer(self.graph)) for symbol in size.free_symbols}
+        bindings = {
+            symbol: Proxy(self._symbol(symbol), GraphAppendingTracer(self.graph)) for symbol in size.free_symbols
+        }
         before = set(self.graph.nodes)
         result = sympy_interp(PythonReferenceAnalysis, bindings, size).node
         for node in self.graph.nodes:
@@ -166,7 +169,7 @@ class Editor:
 
     def _symbol(self, symbol: sympy.Symbol) -> Node:
         def make() -> Node:
-            inputs = self.graph.find_nodes(op="placeholder")
+            inputs: list[Node] = self.graph.find_nodes(op="placeholder")
             for node in inputs:
                 if isinstance(node.meta["val"], torch.SymInt) and size_of(node.meta["val"]) == symbol:
                     return node
@@ -192,7 +195,8 @@ class Editor:
 
     def _body(self) -> Node:
         """The first node that is neither an input nor part of the prologue."""
-        for node in self.graph.nodes:
+        nodes: Iterable[Node] = self.graph.nodes
+        for node in nodes:
             if node.op != "placeholder" and not node.meta.get("cp_prologue"):
                 return node
         raise InvariantError("the graph has no body")

@@ -80,7 +80,8 @@ def ceil_div(a: Size, b: int) -> Size:
 class Axis:
     """An axis that is cut into one contiguous chunk of storage rows a rank.
 
-    Storage row ``j`` of rank ``r`` holds row ``r * chunk + j - start`` of the axis; rows outside ``[0, size)`` are pads.
+    Storage row ``j`` of rank ``r`` holds row ``r * chunk + j - start`` of the axis; rows outside ``[0, size)`` are
+    pads.
     A slice of the sequence (``logits[:, :-1]``) is therefore the same storage under another ``start`` and ``size``.
 
     Attributes:

@@ -1,7 +1,7 @@
 """localise: ops that name sizes, or that a cut axis runs through, get the form that a rank runs.
 
-    view(x, [2, 16, 4, 8])    cut in dim 1, cp = 2    ->    reshape(x, [2, 8, 4, 8])
-    mean(h, [1])              cut in dim 1            ->    sum(where(real, h, 0), [1]) / 16
+view(x, [2, 16, 4, 8])    cut in dim 1, cp = 2    ->    reshape(x, [2, 8, 4, 8])
+mean(h, [1])              cut in dim 1            ->    sum(where(real, h, 0), [1]) / 16
 """
 
 from __future__ import annotations

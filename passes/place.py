@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -126,7 +127,9 @@ def _check_moves(op: Op, placement: Placement, context: Context) -> None:
     for operand in op.operands:
         want = placement.wants.get(operand.index, operand.layout)
         if not can_move(operand.layout, want, gather=gather):
-            raise NoRule(f"{op.name} needs an operand that is {want}, and it is {operand.layout}: there is no such move")
+            raise NoRule(
+                f"{op.name} needs an operand that is {want}, and it is {operand.layout}: there is no such move"
+            )
 
 
 def _cut_name(op: Op) -> str:
@@ -144,7 +147,8 @@ def _place_outputs(module: GraphModule, context: Context) -> None:
     output = module.graph.output_node()
     wants: list[Layout] = []
     context.outputs = []
-    for value in output.args[0]:  # type: ignore[union-attr]
+    values: Any = output.args[0]
+    for value in values:
         if not is_tensor(value):
             context.outputs.append(Output())
             continue
@@ -164,4 +168,3 @@ def _place_outputs(module: GraphModule, context: Context) -> None:
         wants.append(Sharded(layout.dim, Axis.cut(layout.size, context.cp_size, layout.axis.name)))
         context.outputs.append(Output("shard", layout.dim, layout.size))
     output.meta["cp_wants"] = tuple(wants)
-

@@ -52,7 +52,9 @@ def find_sequence(
     for candidate in _candidates(module, context):
         found = reached({candidate.start: candidate.layout})
         if found:
-            candidates.append(_Candidate(candidate.start, candidate.source, candidate.layout, candidate.from_ids, found))
+            candidates.append(
+                _Candidate(candidate.start, candidate.source, candidate.layout, candidate.from_ids, found)
+            )
     candidates = _wanted(candidates, context)
     if not candidates:
         raise _nothing(module, context)

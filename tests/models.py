@@ -107,7 +107,7 @@ def loss_of(logits: Tensor, labels: Tensor, kind: str) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def model(config: Config = Config(), **changes: Any) -> LM:  # noqa: B008 - frozen
+def model(config: Config = Config(), **changes: Any) -> LM:
     """A model from seed 0, its attention projections amplified so that a missing exchange shows."""
     config = Config(**{**config.__dict__, **changes})
     torch.manual_seed(0)

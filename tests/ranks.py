@@ -37,8 +37,9 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, self._file, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world, self._file, there))
             process.start()
+            there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
@@ -77,7 +78,10 @@ def _serve(rank: int, world: int, file: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     while True:
-        function, args = pipe.recv()
+        try:
+            function, args = pipe.recv()
+        except EOFError:  # the tests are over
+            return
         torch._dynamo.reset()
         try:
             pipe.send((True, function(*args)))

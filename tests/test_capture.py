@@ -55,7 +55,11 @@ def test_dynamo_and_export_give_the_same_ops(config: Config) -> None:
     lm, inputs = model(config), batch(13)
     exported = capture_export(torch.export.export(lm, inputs))
     assert operations(captured(lm, *inputs)) == operations(exported)
-    assert {n.meta["cp_input"] for n in exported.graph.find_nodes(op="placeholder")} >= {"embed.weight", "ids", "labels"}
+    assert {n.meta["cp_input"] for n in exported.graph.find_nodes(op="placeholder")} >= {
+        "embed.weight",
+        "ids",
+        "labels",
+    }
 
 
 def test_the_same_with_a_symbolic_length() -> None:
@@ -115,8 +119,10 @@ def test_no_grad_regions_are_kept() -> None:
         return x * weight + y
 
     module = captured(run, torch.ones(3))
-    out = module(torch.ones(3), weight) if module.graph.find_nodes(op="placeholder")[0].meta["cp_input"] == "x" else module(
-        weight, torch.ones(3)
+    out = (
+        module(torch.ones(3), weight)
+        if module.graph.find_nodes(op="placeholder")[0].meta["cp_input"] == "x"
+        else module(weight, torch.ones(3))
     )
     out[0].sum().backward()
     assert torch.equal(weight.grad, torch.ones(3))
@@ -179,11 +185,11 @@ def test_data_dependent_shapes_are_refused_and_not_run_eagerly() -> None:
     """Dynamo would answer torch's own exception with a warning and the plain model."""
     weight = torch.nn.Parameter(torch.ones(3))
     graph = torch.fx.symbolic_trace(lambda x, w: torch.nonzero(x).sum() + w.sum())
+
+    def backend(graph_module: GraphModule, inputs: list[Any]) -> Any:
+        return capture(graph, inputs)
+
     with pytest.raises(Exception, match=r"(?s)RefusedError: .*nonzero.* has no static form.*remedy"):
-
-        def backend(graph_module: GraphModule, inputs: list[Any]) -> Any:
-            return capture(graph, inputs)
-
         torch.compile(lambda x: (x * weight).sum(), backend=backend)(torch.ones(3))
 
 
@@ -199,6 +205,8 @@ class Doubled(torch.autograd.Function):
 
 def test_a_custom_autograd_function_is_refused() -> None:
     """Inlined, its forward would lose its backward."""
-    with pytest.raises(Exception, match=r"(?s)RefusedError: the higher-order op autograd_function_apply.*test_capture\.py"):
+    with pytest.raises(
+        Exception, match=r"(?s)RefusedError: the higher-order op autograd_function_apply.*test_capture\.py"
+    ):
         captured(lambda x: Doubled.apply(x) + 1, torch.ones(3, requires_grad=True))
     assert issubclass(RefusedError, RuntimeError)

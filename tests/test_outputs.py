@@ -76,7 +76,7 @@ def test_a_loss_of_local_rows(two_ranks: Ranks) -> None:
 def loss_of_dtensor_rows() -> None:
     """Torch's own ops on the DTensor: reduction="sum" over the global count is the mean of the whole."""
     lm = model(layers=1)
-    ids, labels = batch(13)
+    ids, _ = batch(13)
     plain = copy.deepcopy(lm)
     right_loss = plain.logits(ids).square().sum() / 100
     right = gradients_after(right_loss, plain)
@@ -145,7 +145,7 @@ def flattened() -> str:
 
 def test_a_flattened_sequence_has_no_placement(two_ranks: Ranks) -> None:
     for message in two_ranks.run(flattened):
-        assert 'flattened with another dim, which has no DTensor placement' in message
+        assert "flattened with another dim, which has no DTensor placement" in message
         assert 'options={"outputs": "local"} or "gathered"' in message
 
 

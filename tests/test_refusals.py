@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Thing, list[str]]] = {
 def refusal_of(thing: Thing, options: dict[str, Any] | None = None, keywords: dict[str, Any] | None = None) -> Any:
     """The error's text, the collectives that ran until then, and the loss of a right model afterwards."""
     lm = model()
-    function = lambda ids, labels: thing(lm, ids, labels)  # noqa: E731
+    function = lambda ids, labels: thing(lm, ids, labels)
     compiled = torch.compile(function, backend="cp_ulysses", options={**AOT, **(options or {})}, **(keywords or {}))
     message = "no error"
     profile = None
@@ -161,7 +161,9 @@ def heads(count: int, mixed: bool) -> str:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_heads_that_do_not_divide(four_ranks: Ranks, mixed: bool) -> None:
     for message in four_ranks.run(heads, 6, mixed):
-        assert_says(message, ["6 query heads and 6 kv heads cannot be shared by cp = 4 ranks", r"models\.py:\d+", "remedy"])
+        assert_says(
+            message, ["6 query heads and 6 kv heads cannot be shared by cp = 4 ranks", r"models\.py:\d+", "remedy"]
+        )
         assert "in module" in message
 
 
@@ -293,5 +295,3 @@ def with_a_policy(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 
     context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     return checkpoint(lm.blocks[0], lm.embed(ids), use_reentrant=False, context_fn=context).sum()
-
-

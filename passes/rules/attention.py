@@ -26,7 +26,7 @@ def is_attention(target: object) -> bool:
 
 
 def _sdpa(op: Op) -> Placement:
-    """``query [*, H, S, d], key [*, K, T, d], value [*, K, T, e] -> [*, H, S, e]``, each rank ``H / cp`` of the heads."""
+    """``query [*, H, S, d], key [*, K, T, d], value [*, K, T, e] -> [*, H, S, e]``, ``H / cp`` heads a rank."""
     if draws(op):
         raise no_draw(op)
     query = op["query"]

@@ -37,7 +37,9 @@ def _class_loss(op: Op) -> Placement:
     if op["reduction"] == _NONE:
         return by_labels(op, labels, [rows])
     if not isinstance(target.layout, Whole):
-        raise NoRule(f"{op.name} against targets that are cut over the ranks", "compute the targets from the labels alone")
+        raise NoRule(
+            f"{op.name} against targets that are cut over the ranks", "compute the targets from the labels alone"
+        )
     placement = by_labels(op, labels, [[]], sums=set(rows))
     cut = next((want for want in placement.wants.values() if isinstance(want, Sharded)), None)
     if cut is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
 from cp_compile.passes.layouts import Sharded, Size
-from cp_compile.passes.rules.op import LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels
+from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -17,148 +17,125 @@ if TYPE_CHECKING:
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-_BY_HAND = (
-    "write the attention with torch.nn.functional.scaled_dot_product_attention, which is exchanged by heads, "
-    'or use options={"fallback": "gather"}'
-)
 
 
-def without_pads(name: str, layout: Sharded, op: Op) -> LocalForm | None:
-    """The op with the pads of argument ``name`` set to zero, for a sum over the cut axis."""
-    if not layout.axis.has_pads(op.cp_size):
+def _contract(op: Op, labels: Mapping[int, Labels], out: Labels, added: Operand | None = None) -> Placement:
+    """A product summed over the labels that ``out`` lacks.
+
+    Args:
+        op: the op.
+        labels: of each operand's dims, by its index.
+        out: of the output's dims.
+        added: an operand that is added to the product.
+    """
+    cuts = {labels[o.index][o.layout.dim] for o in op.operands if isinstance(o.layout, Sharded)}
+    sums = {label for dims in labels.values() for label in dims} - set(out)
+    if len(cuts) > 1:
+        raise NoRule(
+            f"{op.name} of two operands that are cut along different dims (attention written by hand?)",
+            "write the attention with torch.nn.functional.scaled_dot_product_attention, which is exchanged by heads, "
+            'or use options={"fallback": "gather"}',
+        )
+    if cuts & sums and added is not None:
+        raise NoRule(f"{op.name} sums over the cut axis and adds to the sum", "write it as a product and an addition")
+    return by_labels(op, labels, [out], sums=sums, summed=lambda cut, index: _without_pads(op, cut, index))
+
+
+def _without_pads(op: Op, cut: Sharded, index: int) -> LocalForm | None:
+    """The op with the pads of one operand set to zero, for a sum over the cut axis."""
+    if not cut.axis.has_pads(op.cp_size):
         return None
+    operand = op.operands[index]
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        x = args[name]
-        ndim = op[name].ndim
-        args[name] = edit.call(aten.where.ScalarOther, edit.real(layout, ndim), x, 0)
-        return edit.call_like(node, args)
+        def real(value: Any, node_value: Any) -> Any:
+            if isinstance(value, list):
+                return [real(v, n) for v, n in zip(value, node_value, strict=True)]
+            if value is operand:
+                return edit.call(aten.where.ScalarOther, edit.real(cut, operand.ndim), node_value, 0)
+            return node_value
+
+        return edit.call_like(node, {name: real(op.arguments[name], value) for name, value in args.items()})
 
     return local
 
 
-def _contract(op: Op, labels: dict[str, list[Hashable]], out: list[Hashable], summed: str) -> Placement:
-    """``labels``: by argument name; ``summed``: the argument whose pads are left out of a sum over a cut axis."""
-    operands = {op[name].index: dims for name, dims in labels.items() if isinstance(op[name], Operand)}
-    known = set(out)
-    sums = {label for dims in operands.values() for label in dims if label is not None and label not in known}
-    cuts = {
-        dims[layout.dim]
-        for name, dims in labels.items()
-        if isinstance(op[name], Operand) and isinstance(layout := op[name].layout, Sharded)
-    }
-    if len(cuts) > 1:
-        raise NoRule(f"{op.name} of two operands that are cut along different dims (attention written by hand?)", _BY_HAND)
-    if cuts & sums and any(name in op.arguments and op[name] is not None for name in ("bias",)):
-        raise NoRule(f"{op.name} with a bias sums over the cut axis")
-    return by_labels(op, operands, [out], sums=sums, summed=lambda cut, index: _masked(op, operands, cut, index, labels))
-
-
-def _masked(
-    op: Op, operands: dict[int, list[Hashable]], cut: Sharded, index: int, labels: dict[str, list[Hashable]]
-) -> LocalForm | None:
-    name = next(name for name in labels if isinstance(op[name], Operand) and op[name].index == index)
-    return without_pads(name, cut, op)
-
-
 def _linear(op: Op) -> Placement:
     """``input [*, in], weight [out, in], bias [out] -> [*, out]``."""
-    *rows, _ = range(op["input"].ndim)
-    if op["weight"].ndim == 1:
-        return _contract(op, {"input": [*rows, "in"], "weight": ["in"]}, [*rows], "input")
-    labels = {"input": [*rows, "in"], "weight": ["out", "in"], "bias": ["out"]}
-    return _contract(op, labels, [*rows, "out"], "input")
-
-
-def _batch(shape: tuple[Size, ...], out: tuple[Size, ...], batches: int) -> list[Hashable]:
-    """Labels of a matmul operand's batch dims, broadcast against ``batches`` of them."""
-    offset = batches - len(shape)
-    return [None if size == 1 and out[d + offset] != 1 else d + offset for d, size in enumerate(shape)]
+    rows = range(op["input"].ndim - 1)
+    columns = ["out"] if op["weight"].ndim == 2 else []
+    labels: dict[int, Labels] = {op["input"].index: [*rows, "in"], op["weight"].index: [*columns, "in"]}
+    if op["bias"] is not None:
+        labels[op["bias"].index] = columns
+    return _contract(op, labels, [*rows, *columns], op["bias"])
 
 
 def _matmul(op: Op) -> Placement:
     """``[*, n, k] @ [*, k, m]``, with the vector forms of ``torch.matmul``."""
-    a, b = op["self"], op["other"]
-    rows = [] if a.ndim == 1 else ["n"]
-    columns = [] if b.ndim == 1 else ["m"]
-    batches = len(op.shape) - len(rows) - len(columns)
-    left = [*_batch(a.shape[: a.ndim - 1 - len(rows)], op.shape, batches), *rows, "k"]
-    right = [*_batch(b.shape[: b.ndim - 1 - len(columns)], op.shape, batches), "k", *columns]
-    return _contract(op, {"self": left, "other": right}, [*range(batches), *rows, *columns], "self")
+    left, right = op["self"], op["other"]
+    rows = ["n"] if left.ndim > 1 else []
+    columns = ["m"] if right.ndim > 1 else []
+    batches = op.shape[: len(op.shape) - len(rows) - len(columns)]
+    labels = {
+        left.index: [*_broadcast(left.shape[:-2], batches), *rows, "k"],
+        right.index: [*_broadcast(right.shape[:-2], batches), "k", *columns],
+    }
+    return _contract(op, labels, [*range(len(batches)), *rows, *columns])
+
+
+def _broadcast(shape: tuple[Size, ...], out: tuple[Size, ...]) -> list[Hashable]:
+    """Batch dims by their place in the broadcast ``out``; a repeated one has no label."""
+    offset = len(out) - len(shape)
+    return [None if size == 1 and out[d + offset] != 1 else d + offset for d, size in enumerate(shape)]
 
 
 def _mm(op: Op) -> Placement:
-    return _contract(op, {"self": ["n", "k"], "mat2": ["k", "m"]}, ["n", "m"], "self")
-
-
-def _bmm(op: Op) -> Placement:
-    return _contract(op, {"self": ["b", "n", "k"], "mat2": ["b", "k", "m"]}, ["b", "n", "m"], "self")
-
-
-def _added(op: Op, names: tuple[str, str], left: list[Hashable], right: list[Hashable], out: list[Hashable]) -> Placement:
-    bias = op["self"]
-    offset = len(out) - bias.ndim
-    dims = [None if size == 1 and op.shape[d + offset] != 1 else out[d + offset] for d, size in enumerate(bias.shape)]
-    labels = {"self": dims, names[0]: left, names[1]: right}
-    cut = [
-        left[operand.layout.dim] if operand is op[names[0]] else right[operand.layout.dim]
-        for operand in (op[names[0]], op[names[1]])
-        if isinstance(operand.layout, Sharded)
-    ]
-    if "k" in cut:
-        raise NoRule(f"{op.name} sums over the cut axis and adds to the sum", "write it as a matmul and an addition")
-    return _contract(op, labels, out, names[0])
+    return _product(op, "self", "mat2")
 
 
 def _addmm(op: Op) -> Placement:
-    return _added(op, ("mat1", "mat2"), ["n", "k"], ["k", "m"], ["n", "m"])
+    return _product(op, "mat1", "mat2", op["self"])
 
 
 def _baddbmm(op: Op) -> Placement:
-    return _added(op, ("batch1", "batch2"), ["b", "n", "k"], ["b", "k", "m"], ["b", "n", "m"])
+    return _product(op, "batch1", "batch2", op["self"])
+
+
+def _product(op: Op, left: str, right: str, added: Operand | None = None) -> Placement:
+    """``mm`` and ``bmm``, and what is added to them."""
+    batch = ["b"] if len(op.shape) == 3 else []
+    out: list[Hashable] = [*batch, "n", "m"]
+    labels: dict[int, Labels] = {op[left].index: [*batch, "n", "k"], op[right].index: [*batch, "k", "m"]}
+    if added is not None:
+        labels[added.index] = [None if d is None else out[d] for d in _broadcast(added.shape, op.shape)]  # type: ignore[call-overload]
+    return _contract(op, labels, out, added)
 
 
 def _einsum(op: Op) -> Placement:
     """The subscripts are the labels."""
-    equation = op["equation"].replace(" ", "")
-    inputs, _, output = equation.partition("->")
-    if "..." in equation or not output and "->" not in equation:
-        raise NoRule(f"einsum({equation!r}) with an ellipsis or an implicit output", "spell the subscripts out")
+    inputs, arrow, output = op["equation"].replace(" ", "").partition("->")
     terms = inputs.split(",")
-    if any(len(set(term)) != len(term) for term in terms):
-        raise NoRule(f"einsum({equation!r}) takes a diagonal")
-    labels = {operand.index: list(term) for operand, term in zip(op.operands, terms, strict=True)}
-    cuts = {labels[o.index][o.layout.dim] for o in op.operands if isinstance(o.layout, Sharded)}
-    if len(cuts) > 1:
-        raise NoRule(f"einsum({equation!r}) of operands that are cut along different dims", _BY_HAND)
+    if "..." in op["equation"] or not arrow or any(len(set(term)) != len(term) for term in terms):
+        raise NoRule(
+            f"einsum({op['equation']!r}) with an ellipsis, an implicit output or a diagonal", "spell the subscripts out"
+        )
+    sizes: dict[str, Size] = {}
     for operand, term in zip(op.operands, terms, strict=True):
-        for d, letter in enumerate(term):
-            if letter in cuts and operand.shape[d] == 1 and not isinstance(operand.layout, Sharded):
-                labels[operand.index][d] = None if any(
-                    o.shape[t.index(letter)] != 1 for o, t in zip(op.operands, terms, strict=True) if letter in t
-                ) else letter
-
-    def summed(cut: Sharded, index: int) -> LocalForm | None:
-        if not cut.axis.has_pads(op.cp_size):
-            return None
-
-        def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-            tensors = list(args["tensors"])
-            real = edit.real(cut, op.operands[index].ndim)
-            tensors[index] = edit.call(aten.where.ScalarOther, real, tensors[index], 0)
-            return edit.call_like(node, {**args, "tensors": tensors})
-
-        return local
-
-    sums = {letter for term in terms for letter in term} - set(output)
-    return by_labels(op, labels, [list(output)], sums=sums, summed=summed)
+        sizes.update({letter: size for letter, size in zip(term, operand.shape, strict=True) if size != 1})
+    labels = {
+        operand.index: [
+            None if size == 1 and letter in sizes else letter for letter, size in zip(term, operand.shape, strict=True)
+        ]
+        for operand, term in zip(op.operands, terms, strict=True)
+    }
+    return _contract(op, labels, list(output))
 
 
 RULES: dict[object, Rule] = {
     aten.linear.default: _linear,
     aten.matmul.default: _matmul,
     aten.mm.default: _mm,
-    aten.bmm.default: _bmm,
+    aten.bmm.default: _mm,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.einsum.default: _einsum,

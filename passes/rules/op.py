@@ -15,7 +15,19 @@ from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, sha
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
 
-__all__ = ["Labels", "LocalForm", "NoRule", "Op", "Operand", "Placement", "Rule", "by_labels", "dims_as_labels", "read_op", "wrap"]
+__all__ = [
+    "Labels",
+    "LocalForm",
+    "NoRule",
+    "Op",
+    "Operand",
+    "Placement",
+    "Rule",
+    "by_labels",
+    "dims_as_labels",
+    "read_op",
+    "wrap",
+]
 
 LocalForm: TypeAlias = Callable[["Editor", Node, "dict[str, Any]"], Any]
 """Builds what a rank runs in place of a node: (editor, node, the node's arguments by name, moved) -> node or tuple."""

@@ -43,9 +43,7 @@ _NAMES = (
 def broadcast_labels(operand: Operand, shape: tuple[Size, ...]) -> list[Hashable]:
     """The dims of ``operand`` by the dims of the broadcast ``shape``; a dim that is repeated has no label."""
     offset = len(shape) - operand.ndim
-    return [
-        None if size == 1 and shape[dim + offset] != 1 else dim + offset for dim, size in enumerate(operand.shape)
-    ]
+    return [None if size == 1 and shape[dim + offset] != 1 else dim + offset for dim, size in enumerate(operand.shape)]
 
 
 def pointwise(op: Op) -> Placement:

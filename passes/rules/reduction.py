@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import WHOLE, Partial, Sharded, product
+from cp_compile.passes.layouts import Partial, Sharded, product
 from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, by_labels, wrap
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def _along(op: Op) -> Placement:
 _OTHER = (
     "amax.default", "amin.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "logsumexp.default",
     "prod.dim_int", "prod.default", "var.dim", "var.correction", "std.dim", "std.correction", "var_mean.correction",
-    "linalg_vector_norm.default", "norm.ScalarOpt_dim", "median.dim", "std_mean.correction", "max.default", "min.default",
+    "linalg_vector_norm.default", "norm.ScalarOpt_dim", "median.dim", "std_mean.correction", "max.default",
+    "min.default",
 )  # fmt: skip
 _ALONG = (
     "cumsum.default", "cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default", "sort.default",

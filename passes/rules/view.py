@@ -53,7 +53,7 @@ def _view(op: Op) -> Placement:
             f"(dim {layout.dim}, {layout.axis.size} long) into pieces, across the ranks' chunks"
         )
     shape = local_shape(op.shape, moved)
-    form: LocalForm = lambda edit, node, args: edit.call(aten.reshape.default, args["self"], edit.sizes(shape))  # noqa: E731
+    form: LocalForm = lambda edit, node, args: edit.call(aten.reshape.default, args["self"], edit.sizes(shape))
     return Placement((moved,), local=form)
 
 
@@ -105,7 +105,9 @@ def _squeeze(op: Op) -> Placement:
     dims = op.arguments.get("dim", list(range(operand.ndim)))
     dims = {wrap(dim, operand.ndim) for dim in ([dims] if isinstance(dims, int) else dims)}
     gone = {dim for dim in dims if operand.shape[dim] == 1}
-    return by_labels(op, {0: dims_as_labels(operand, blocked=gone)}, [[d for d in range(operand.ndim) if d not in gone]])
+    return by_labels(
+        op, {0: dims_as_labels(operand, blocked=gone)}, [[d for d in range(operand.ndim) if d not in gone]]
+    )
 
 
 def _expand(op: Op) -> Placement:
@@ -116,7 +118,7 @@ def _expand(op: Op) -> Placement:
     labels: list[Hashable] = [None if d in repeated else d for d in range(operand.ndim)]
     placement = by_labels(op, {0: labels}, [[None] * offset + labels])
     shape = local_shape(op.shape, placement.out[0])
-    form: LocalForm = lambda edit, node, args: edit.call(aten.expand.default, args["self"], edit.sizes(shape))  # noqa: E731
+    form: LocalForm = lambda edit, node, args: edit.call(aten.expand.default, args["self"], edit.sizes(shape))
     return Placement(placement.out, placement.wants, local=form)
 
 

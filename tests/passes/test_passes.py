@@ -21,7 +21,7 @@ from cp_compile.passes.check import check, check_edges
 from cp_compile.passes.editor import COLLECTIVES
 from cp_compile.passes.layouts import WHOLE, Axis, Partial, PerQueryHead, Sharded
 from cp_compile.passes.moves import can_move, next_move
-from cp_compile.passes.pipeline import PassStep, check_order
+from cp_compile.passes.pipeline import check_order
 from cp_compile.passes.rules.attention import kv_heads_per_rank
 from cp_compile.passes.rules.view import follow
 from tests.bench import rewritten
@@ -130,7 +130,9 @@ def test_values_beside_the_sequence_are_left_alone() -> None:
 @pytest.mark.parametrize(("length", "pads"), [(16, False), (13, True)])
 def test_pads_are_nodes_only_where_the_length_does_not_divide(length: int, pads: bool) -> None:
     module = rewrite(lm_graph(length), Context(2, "0"))
-    padded = [n for n in module.graph.nodes if n.target is aten.index_select.default and n.meta.get("cp_pass") == "exchange"]
+    padded = [
+        n for n in module.graph.nodes if n.target is aten.index_select.default and n.meta.get("cp_pass") == "exchange"
+    ]
     dropped = [n for n in module.graph.nodes if n.target is aten.slice.Tensor and n.meta.get("cp_pass") == "exchange"]
     assert bool(padded) == pads
     assert len(dropped) == (3 if pads else 0)
@@ -161,7 +163,11 @@ def test_every_query_is_sent_with_its_own_kv_heads_only() -> None:
 
 def test_waits_sink_behind_all_starts() -> None:
     module = rewrite(lm_graph(), Context(2, "0"))
-    order = [node.target for node in module.graph.nodes if node.target in (c10d.all_to_all_single.default, c10d.wait_tensor.default)]
+    order = [
+        node.target
+        for node in module.graph.nodes
+        if node.target in (c10d.all_to_all_single.default, c10d.wait_tensor.default)
+    ]
     start, wait = c10d.all_to_all_single.default, c10d.wait_tensor.default
     assert order[:6] == [start, start, start, wait, wait, wait]
 
@@ -349,7 +355,7 @@ IDS = torch.zeros(4, 4, dtype=torch.int64)
 def test_the_sequence_is_not_found_by_size_or_name() -> None:
     """Batch, sequence, heads and width are all 4 here, and the ids come [S, B] in one model and [B, S] in the other."""
     table = torch.randn(9, 16, dtype=torch.float64)
-    heads = lambda h: h.view(4, 4, 4, 4)  # noqa: E731
+    heads = lambda h: h.view(4, 4, 4, 4)
     assert seeds_of(lambda i, t: attend(heads(F.embedding(i, t)).transpose(1, 2)), IDS, table) == {
         "aten.embedding.default": 1
     }
@@ -360,21 +366,21 @@ def test_the_sequence_is_not_found_by_size_or_name() -> None:
 
 def test_hidden_states_are_a_start_and_token_ids_win_over_them() -> None:
     hidden = torch.randn(2, 6, 8, dtype=torch.float64)
-    one = lambda h: attend(h[:, None]).sum()  # noqa: E731
+    one = lambda h: attend(h[:, None]).sum()
     assert seeds_of(one, hidden) == {"args_0": 1}
-    both = lambda h, i, t: one(h) + one(F.embedding(i, t))  # noqa: E731
+    both = lambda h, i, t: one(h) + one(F.embedding(i, t))
     assert seeds_of(both, hidden, IDS, TABLE) == {"aten.embedding.default": 1}
 
 
 def test_several_sequences_are_refused_and_one_can_be_named() -> None:
-    one = lambda h: attend(h[:, None]).sum()  # noqa: E731
-    two = lambda i, j, t: one(F.embedding(i, t)) + one(F.embedding(j, t) * 2)  # noqa: E731
+    one = lambda h: attend(h[:, None]).sum()
+    two = lambda i, j, t: one(F.embedding(i, t)) + one(F.embedding(j, t) * 2)
     other = torch.zeros(4, 6, dtype=torch.int64)
     with pytest.raises(RefusedError, match="several inputs hold sequences of their own: args_0, args_1"):
         seeds_of(two, IDS, other, TABLE)
     for option in ("args_1", ("args_1", 1)):
         assert seeds_of(two, IDS, other, TABLE, sequence=option) == {"aten.embedding.default": 1}
-    with pytest.raises(RefusedError, match="no such input reaches an attention.*\n.*name one of: args_0, args_1"):
+    with pytest.raises(RefusedError, match=r"no such input reaches an attention.*\n.*name one of: args_0, args_1"):
         seeds_of(two, IDS, other, TABLE, sequence="ids")
 
 

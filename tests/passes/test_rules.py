@@ -213,13 +213,13 @@ def test_gathered_where_asked_for(name: str) -> None:
     """The same ops are exact, at the price of a gather."""
     function, inputs, cut = MIXED[name]
     # Behind an op: an input itself is whole already.
-    computed = lambda *values: function(values[0] * 1, *values[1:])  # noqa: E731
+    computed = lambda *values: function(values[0] * 1, *values[1:])
     assert check(computed, inputs, cut, fallback="gather")["all_gather_into_tensor"] >= 1
 
 
 def test_heads_that_do_not_divide_are_gathered_where_asked_for() -> None:
     inputs = [x(B, 3, S, 4, seed=i) for i in range(3)]
-    attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+    attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     with pytest.raises(RefusedError, match="3 query heads and 3 kv heads cannot be shared by cp = 2"):
         check(attention, inputs, {0: 2, 1: 2, 2: 2})
     check(attention, inputs, {0: 2, 1: 2, 2: 2}, fallback="gather")
