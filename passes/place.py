@@ -79,7 +79,7 @@ def _propagate(
             if not refuse and is_attention(node.target):
                 query = shown[schema_arguments(node)["query"]][0]
                 placement = Placement((query,), dict(enumerate(shown[source][0] for source in operands)))
-            elif not refuse or context.options.fallback == "gather":
+            elif not refuse or (found.placement and context.options.fallback == "gather"):
                 placement = _whole(node, operands)
             else:
                 raise RefusedError.at(node, found.reason, found.remedy) from None

@@ -34,6 +34,10 @@ class _Candidate:
     from_ids: bool
     reached: frozenset[Node] = frozenset()
 
+    def same_axis(self, other: _Candidate) -> bool:
+        same_dim = self.source is other.source and self.layout.dim == other.layout.dim
+        return same_dim or bool(self.reached & other.reached)
+
 
 def find_sequence(
     module: GraphModule, context: Context, reached: Callable[[Mapping[Node, Sharded]], frozenset[Node]]
@@ -116,10 +120,10 @@ def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
 
 
 def _groups(candidates: list[_Candidate]) -> list[list[_Candidate]]:
-    """Candidates that reach a common attention are one axis."""
+    """Candidates that are the same dim of one input, or reach a common attention, are one axis."""
     groups: list[list[_Candidate]] = []
     for candidate in candidates:
-        related = [group for group in groups if any(candidate.reached & other.reached for other in group)]
+        related = [group for group in groups if any(candidate.same_axis(other) for other in group)]
         groups = [group for group in groups if group not in related]
         groups.append([*(member for group in related for member in group), candidate])
     return groups

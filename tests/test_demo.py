@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_compile.cli import main
 from cp_compile.demo import corpus
 
 SHORT = ["--steps", "2", "--sequence-length", "61", "--compiler", "aot_eager"]
@@ -30,16 +31,15 @@ def test_demo_on_ranks_that_do_not_divide_the_length(tmp_path: Path) -> None:
     assert " 18 " in done.stdout
 
 
-def test_demo_says_what_is_wrong(tmp_path: Path) -> None:
+def test_demo_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "short.txt"
     text.write_text("too short")
-    done = run("demo", *SHORT, "--text", str(text))
-    assert done.returncode == 2
-    assert "the text has 9 bytes, and a sequence takes 61" in done.stderr
-    assert run("demo", "--ranks", "0").returncode == 2
-    missing = run("demo", "--text", str(tmp_path / "missing"))
-    assert missing.returncode == 2
-    assert "missing" in missing.stderr
+    assert main(["demo", *SHORT, "--text", str(text)]) == 2
+    assert "the text has 9 bytes, and a sequence takes 61" in capsys.readouterr().err
+    assert main(["demo", "--text", str(tmp_path / "missing")]) == 2
+    assert "missing" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--ranks", "0"])
 
 
 def test_help() -> None:

@@ -115,7 +115,7 @@ def several(length: int, dynamic: bool | None) -> None:
     ids, _ = batch(length)
     module = Several()
     right = copy.deepcopy(module)(ids)
-    got = torch.compile(module, backend="cp_ulysses", options=AOT, dynamic=dynamic)(ids)
+    got = torch.compile(module, backend="cp_ulysses", options={"compiler": "eager"}, dynamic=dynamic)(ids)
     assert got["length"] == length
     for name, value in right.items():
         if isinstance(value, torch.Tensor):

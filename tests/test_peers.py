@@ -11,7 +11,7 @@ from cp_compile.peers import tensor_digest
 from tests.models import batch, model
 from tests.ranks import Ranks
 
-AOT = {"compiler": "aot_eager"}
+EAGER = {"compiler": "eager"}
 
 
 def message_of(function, *args) -> str:  # type: ignore[no-untyped-def]
@@ -28,7 +28,7 @@ def mismatch(kind: str) -> tuple[str, float, float]:
     if kind == "weights" and rank == 1:
         with torch.no_grad():
             lm.blocks[0].up.weight[0, 0] += 1e-9
-    compiled = torch.compile(lm, backend="cp_ulysses", options={**AOT, "check_timeout": 30.0}, dynamic=False)
+    compiled = torch.compile(lm, backend="cp_ulysses", options={**EAGER, "check_timeout": 30.0}, dynamic=False)
     ids, labels = batch(16 if kind == "length" and rank == 1 else 13)
     if kind == "batch" and rank == 1:
         ids = ids.flip(0)
@@ -38,7 +38,7 @@ def mismatch(kind: str) -> tuple[str, float, float]:
     lm = model(layers=1)
     ids, labels = batch(13)
     right = lm(ids, labels)[0].item()
-    loss = torch.compile(lm, backend="cp_ulysses", options=AOT)(ids, labels)[0].item()
+    loss = torch.compile(lm, backend="cp_ulysses", options=EAGER)(ids, labels)[0].item()
     return message, loss, right
 
 
@@ -60,7 +60,7 @@ def always() -> tuple[str, str]:
     lm = model(layers=1)
     ids, labels = batch(13)
     other = ids.flip(0) if rank == 1 else ids
-    compiled = torch.compile(lm, backend="cp_ulysses", options={**AOT, "check": "always"})
+    compiled = torch.compile(lm, backend="cp_ulysses", options={**EAGER, "check": "always"})
     first = message_of(compiled, ids, labels)
     return first, message_of(compiled, other, labels)
 
@@ -78,7 +78,7 @@ def only_one_compiles() -> tuple[str, float]:
     group = dist.new_group([0, 1])
     if dist.get_rank() == 0:
         lm = model(layers=1)
-        compiled = torch.compile(lm, backend="cp_ulysses", options={**AOT, "mesh": group, "check_timeout": 1.0})
+        compiled = torch.compile(lm, backend="cp_ulysses", options={**EAGER, "mesh": group, "check_timeout": 1.0})
         message = message_of(compiled, *batch(13))
     dist.barrier()
     return message, time.monotonic() - start
@@ -102,7 +102,7 @@ def one_refuses() -> str:
         return logits.flip(1).sum() if rank == 1 else logits.sum()
 
     group = dist.new_group([0, 1])
-    return message_of(torch.compile(run, backend="cp_ulysses", options={**AOT, "mesh": group}), batch(13)[0])
+    return message_of(torch.compile(run, backend="cp_ulysses", options={**EAGER, "mesh": group}), batch(13)[0])
 
 
 def test_a_refusal_on_one_rank_reaches_the_others(two_ranks: Ranks) -> None:

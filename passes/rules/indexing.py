@@ -15,6 +15,8 @@ aten = torch.ops.aten
 def _embedding(op: Op) -> Placement:
     """``weight [V, H], indices [*] -> [*, H]``."""
     weight, indices = op["weight"], op["indices"]
+    if op["scale_grad_by_freq"]:
+        raise NoRule("embedding with scale_grad_by_freq counts the tokens of the whole batch in its backward")
     rows = list(range(indices.ndim))
     return by_labels(op, {weight.index: [None, None], indices.index: rows}, [[*rows, None]])
 

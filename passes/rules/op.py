@@ -42,10 +42,12 @@ class NoRule(Exception):  # noqa: N818 - a finding of the analysis, turned into 
     Attributes:
         reason: what was found, a sentence without a full stop.
         remedy: what the author of the model can do.
+        placement: whether running the op whole on every rank would be exact, as ``fallback="gather"`` does.
     """
 
-    def __init__(self, reason: str, remedy: str = "") -> None:
+    def __init__(self, reason: str, remedy: str = "", *, placement: bool = True) -> None:
         self.reason = reason
+        self.placement = placement
         self.remedy = remedy or 'use an op that has a rule, or options={"fallback": "gather"} (exact, slower)'
         super().__init__(reason)
 

@@ -33,7 +33,7 @@ _NAMES = (
     "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__", "__xor__", "isnan", "isinf",
     "isfinite", "isposinf", "isneginf", "where", "masked_fill",
     # dtype, device, copies
-    "to", "type_as", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "positive", "copy",
+    "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "positive", "copy",
     # filled like another
     "zeros_like", "ones_like", "full_like", "empty_like",
 )
@@ -52,6 +52,11 @@ def pointwise(op: Op) -> Placement:
     return by_labels(op, labels, [range(len(shape)) for shape in op.outputs])
 
 
+def _type_as(op: Op) -> Placement:
+    """``x.type_as(other)`` takes only the dtype and device of ``other``, which may have any shape and layout."""
+    return Placement((op["self"].layout,))
+
+
 def _functional(packet: object) -> list[object]:
     overloads = [getattr(packet, name) for name in packet.overloads()]  # type: ignore[attr-defined]
     return [
@@ -66,3 +71,4 @@ RULES: dict[object, Rule] = {
     overload: pointwise for name in _NAMES if hasattr(aten, name) for overload in _functional(getattr(aten, name))
 }
 RULES[aten.broadcast_tensors.default] = pointwise
+RULES[aten.type_as.default] = _type_as

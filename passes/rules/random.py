@@ -29,6 +29,7 @@ def no_draw(op: Op) -> NoRule:
     return NoRule(
         f"{op.name} takes random numbers, which the ranks would draw differently",
         "set its probability to 0, or put the model in eval mode",
+        placement=False,
     )
 
 

@@ -372,6 +372,15 @@ def test_hidden_states_are_a_start_and_token_ids_win_over_them() -> None:
     assert seeds_of(both, hidden, IDS, TABLE) == {"aten.embedding.default": 1}
 
 
+def test_one_input_that_is_embedded_twice_is_one_sequence() -> None:
+    one = lambda i, t: attend(F.embedding(i, t).view(4, 4, 2, 4).transpose(1, 2)).sum()
+    module = exported(lambda i, t: one(i, t) + one(i, t * 2), IDS, TABLE)
+    seeds = seeds_of(lambda i, t: one(i, t) + one(i, t * 2), IDS, TABLE)
+    assert seeds == {"aten.embedding.default": 1}
+    rewrite(module, Context(2, "0"))
+    assert ops(module)[str(c10d.all_to_all_single.default)] == 8
+
+
 def test_several_sequences_are_refused_and_one_can_be_named() -> None:
     one = lambda h: attend(h[:, None]).sum()
     two = lambda i, j, t: one(F.embedding(i, t)) + one(F.embedding(j, t) * 2)
