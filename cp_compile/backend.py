@@ -21,9 +21,6 @@ from cp_compile.runtime import run_wrapper
 
 __all__ = ["Program", "build_program", "check_dynamo_state", "cp_ulysses"]
 
-_comparisons: dict[str, int] = {}
-"""How many comparisons each group has made; a property of the process groups, which are global themselves."""
-
 
 def cp_ulysses(
     graph_module: GraphModule,
@@ -49,7 +46,7 @@ def cp_ulysses(
     """
     parsed = Options.parse(options)
     group = find_group(parsed.mesh, example_inputs)
-    peers = Peers(group, parsed.check_timeout, _comparisons)
+    peers = Peers(group, parsed.check_timeout)
     try:
         check_dynamo_state(graph_module, example_inputs)
         program = build_program(graph_module, example_inputs, group.size, group.name, parsed)

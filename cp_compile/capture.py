@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,6 @@ aten = torch.ops.aten
 _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
 _CHECKS = (aten._assert_tensor_metadata.default,)
 _DATA_DEPENDENT = "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward"
-_region_numbers = itertools.count(1)
 
 
 def capture(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
@@ -192,9 +191,10 @@ class _CaptureMode(FunctionalTensorMode):
 class _Inliner(Interpreter):
     """Interprets a graph with its nested regions in place."""
 
-    def __init__(self, module: GraphModule, tags: dict[str, Any] | None = None) -> None:
+    def __init__(self, module: GraphModule, outer: _Inliner | None = None, tags: dict[str, Any] | None = None) -> None:
         super().__init__(module)
         self.tags = tags or {}
+        self.regions: Iterator[int] = outer.regions if outer else itertools.count(1)
         self.autocasts: list[dict[str, tuple[bool, torch.dtype]]] = []
 
     def run_node(self, n: Node) -> Any:
@@ -229,7 +229,7 @@ class _Inliner(Interpreter):
         return user_line(probe)
 
     def inline(self, module: GraphModule, args: Sequence[Any], tags: dict[str, Any] | None = None) -> Any:
-        return _Inliner(module, {**self.tags, **(tags or {})}).run(*args)
+        return _Inliner(module, self, {**self.tags, **(tags or {})}).run(*args)
 
     def enter_autocast(self, *values: Any) -> None:
         device, dtype, enabled = (*values, None, None, None)[:3]
@@ -268,7 +268,7 @@ def _checkpoint_region(run: _Inliner, body: GraphModule, *args: Any, **options: 
             "use plain torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             line=run.line(),
         )
-    tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_region_numbers)}
+    tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(run.regions)}
     return run.inline(body, args, tags)
 
 

@@ -60,12 +60,9 @@ class Peers:
     older entries, which differ, or nobody, and both raise.
     """
 
-    _numbers: dict[str, int]
-
-    def __init__(self, group: Group, timeout: float, counters: dict[str, int]) -> None:
+    def __init__(self, group: Group, timeout: float) -> None:
         self.group = group
         self.timeout = timeout
-        self._counters = counters
 
     def refuse(self, message: str) -> None:
         """Tells the peers that this rank raises, so that they do not wait for it."""
@@ -99,8 +96,8 @@ class Peers:
                 )
 
     def _next(self) -> int:
-        self._counters[self.group.name] = self._counters.get(self.group.name, -1) + 1
-        return self._counters[self.group.name]
+        store = group_store(self.group.process_group)
+        return int(store.add(f"cp_compile/comparisons/{self.group.rank}", 1)) - 1
 
     def _key(self, number: int, rank: int) -> str:
         return f"cp_compile/{number}/{rank}"

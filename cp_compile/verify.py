@@ -139,7 +139,9 @@ def _verify(
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         check_dynamo_state(graph_module, inputs)
         program = build_program(graph_module, inputs, cp_size, group, options)
-        named = zip(program.names, inputs, strict=True)
+        # The module is a closure variable of `call`.
+        names = [name.removeprefix("model.") for name in program.names]
+        named = zip(names, inputs, strict=True)
         leaves.update({name: x for name, x in named if isinstance(x, torch.Tensor) and x.requires_grad})
         simulations.append(Simulation(program.module, program.outputs, cp_size))
         return simulations[-1]

@@ -32,13 +32,15 @@ class Output:
 
 @dataclass
 class Context:
-    """Attributes:
-    cp_size: ranks of the group.
-    group_name: the group's name in collectives.
-    options: the user's options.
-    prologue: nodes that stand once per graph, by what they compute.
-    outputs: how each output comes back; filled by ``place``.
-    seeds: where the sequence starts; ``None``: ``place`` finds it.
+    """What one graph's passes know and leave for each other.
+
+    Attributes:
+        cp_size: ranks of the group.
+        group_name: the group's name in collectives.
+        options: the user's options.
+        prologue: nodes that stand once per graph, by what they compute.
+        outputs: how each output comes back; filled by ``place``.
+        seeds: where the sequence starts; ``None``: ``place`` finds it.
     """
 
     cp_size: int

@@ -71,6 +71,22 @@ def test_inductor_with_a_symbolic_length(two_ranks: Ranks) -> None:
     two_ranks.run(symbolic_job)
 
 
+def collectives_of_a_step() -> list[str]:
+    lm = model(Config(layers=1, checkpointed=1))
+    compiled = torch.compile(lm, backend="cp_ulysses", options={"compiler": "aot_eager"}, dynamic=False)
+    compiled(*batch(13))[0].backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(*batch(13))[0].backward()
+    names = [event.name.removeprefix("_c10d_functional::") for event in profile.events() if "_c10d_fun" in event.name]
+    return sorted(name for name in names if name != "wait_tensor")
+
+
+def test_a_checkpointed_layer_repeats_no_exchange(two_ranks: Ranks) -> None:
+    """What ran, counted by the profiler: 4 all-to-alls forward and 4 backward, and the loss's sum both ways."""
+    for names in two_ranks.run(collectives_of_a_step):
+        assert names == ["all_reduce"] * 2 + ["all_to_all_single"] * 8
+
+
 def test_autocast(two_ranks: Ranks) -> None:
     """bf16: the ranks round like the plain model does, so they agree to bf16's precision and keep float32 gradients."""
     config = Config(layers=1, amplify=1.0, dtype=torch.float32)

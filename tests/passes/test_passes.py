@@ -378,7 +378,7 @@ def test_one_input_that_is_embedded_twice_is_one_sequence() -> None:
     seeds = seeds_of(lambda i, t: one(i, t) + one(i, t * 2), IDS, TABLE)
     assert seeds == {"aten.embedding.default": 1}
     rewrite(module, Context(2, "0"))
-    assert ops(module)[str(c10d.all_to_all_single.default)] == 8
+    assert ops(module)[str(c10d.all_to_all_single.default)] == 4  # q, k and v are one value
 
 
 def test_several_sequences_are_refused_and_one_can_be_named() -> None:
