@@ -17,7 +17,7 @@ from cp_compile._compat import no_autocast
 from cp_compile.group import Group, rank_tensor
 from cp_compile.passes.context import Output
 
-__all__ = ["ScaleGradient", "real_rows", "run_wrapper"]
+__all__ = ["ScaleGradient", "real_rows", "run_wrapper", "trim", "with_own_dim"]
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -54,6 +54,19 @@ def real_rows(size: int, rank: int, cp_size: int) -> int:
     """How many of a rank's ``ceil(size / cp_size)`` rows are real."""
     chunk = -(-size // cp_size)
     return max(0, min(chunk, size - rank * chunk))
+
+
+def with_own_dim(value: torch.Tensor, output: Output, length: int) -> torch.Tensor:
+    """``value`` with its ``output.dim`` split in three: before the axis, the axis of ``length``, behind it."""
+    split: torch.Tensor = value.unflatten(output.dim, (-1, length, output.inner))
+    return split
+
+
+def trim(value: torch.Tensor, output: Output, size: int, rank: int, cp_size: int) -> torch.Tensor:
+    """A rank's local rows without the pads."""
+    split = with_own_dim(value, output, -(-size // cp_size))
+    rows = split.narrow(output.dim + 1, 0, real_rows(size, rank, cp_size))
+    return rows.flatten(output.dim, output.dim + 2)
 
 
 def run_wrapper(
@@ -101,7 +114,7 @@ def run_wrapper(
         if output.kind == "value":
             return value
         size = int(output.size if output.size_index is None else sizes[output.size_index])
-        local = value.narrow(output.dim, 0, real_rows(size, group.rank, group.size))
+        local = trim(value, output, size, group.rank, group.size)
         if local.requires_grad:
             local = ScaleGradient.apply(local, group.size)
         return local if shards == "local" else _dtensor(local, output.dim, size)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from cp_compile._compat import LocalTensor, LocalTensorMode, fake_process_group
 from cp_compile.errors import CPError
 from cp_compile.passes.context import Output
-from cp_compile.runtime import real_rows
+from cp_compile.runtime import real_rows, with_own_dim
 
 __all__ = ["Exchanges", "Simulation", "simulated_group"]
 
@@ -112,7 +112,9 @@ class Simulation:
             return ranks[0].clone()
         size = self._size(output, sizes)
         rows = [real_rows(size, r, self.cp_size) for r in range(self.cp_size)]
-        return torch.cat([x.narrow(output.dim, 0, n) for x, n in zip(ranks, rows, strict=True)], output.dim)
+        split = [with_own_dim(x, output, -(-size // self.cp_size)) for x in ranks]
+        real = [x.narrow(output.dim + 1, 0, n) for x, n in zip(split, rows, strict=True)]
+        return torch.cat(real, output.dim + 1).flatten(output.dim, output.dim + 2)
 
     def _size(self, output: Output, sizes: Sequence[Any]) -> int:
         return int(output.size if output.size_index is None else sizes[output.size_index])
@@ -121,15 +123,16 @@ class Simulation:
         """The gradient of each rank's local output: the whole one, or cp times its rows of it, zero for pads."""
         if output.kind == "value":
             return _local({r: grad.clone() for r in range(self.cp_size)})
-        size = self._size(output, sizes)
+        size, dim = self._size(output, sizes), output.dim + 1
+        chunk = -(-size // self.cp_size)
+        whole = with_own_dim(grad, output, size)
         local: dict[int, torch.Tensor] = {}
         for r in range(self.cp_size):
-            like = value._local_tensors[r]
             rows = real_rows(size, r, self.cp_size)
-            local[r] = torch.zeros_like(like)
+            local[r] = torch.zeros_like(value._local_tensors[r]).contiguous()
             if rows:
-                start = r * like.shape[output.dim]
-                local[r].narrow(output.dim, 0, rows).copy_(self.cp_size * grad.narrow(output.dim, start, rows))
+                mine = with_own_dim(local[r], output, chunk).narrow(dim, 0, rows)
+                mine.copy_(self.cp_size * whole.narrow(dim, r * chunk, rows))
         return _local(local)
 
 

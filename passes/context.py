@@ -20,13 +20,15 @@ class Output:
     Attributes:
         kind: ``"value"`` (the user's value, the same on every rank), or ``"shard"``: local rows, pads included.
         dim: the dim that is cut.
-        size: the global size of that dim.
+        size: the global length of the axis that is cut.
+        inner: elements of ``dim`` behind the axis; those in front of it are what remains.
         size_index: where among the extra outputs its run-time value stands, if ``size`` is symbolic.
     """
 
     kind: str = "value"
     dim: int = 0
     size: Size = 0
+    inner: int = 1
     size_index: int | None = None
 
 

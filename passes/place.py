@@ -157,7 +157,8 @@ def _place_outputs(module: GraphModule, context: Context) -> None:
             wants.append(WHOLE)
             context.outputs.append(Output())
             continue
-        if not layout.pure:
+        local = context.options.outputs == "local" and isinstance(layout.inner, int)
+        if not layout.pure and not local:
             raise RefusedError.at(
                 value,
                 f"the output of shape {list(shape_of(value.meta['val']))} holds the {layout.axis.name} inside dim "
@@ -165,6 +166,7 @@ def _place_outputs(module: GraphModule, context: Context) -> None:
                 'return it unflattened, or use options={"outputs": "local"} or "gathered"',
             )
         # torch's own chunks, which those of a sliced sequence (logits[:, :-1]) need not be.
-        wants.append(Sharded(layout.dim, Axis.cut(layout.size, context.cp_size, layout.axis.name)))
-        context.outputs.append(Output("shard", layout.dim, layout.size))
+        axis = Axis.cut(layout.axis.size, context.cp_size, layout.axis.name)
+        wants.append(replace(layout, axis=axis))
+        context.outputs.append(Output("shard", layout.dim, axis.size, int(layout.inner)))
     output.meta["cp_wants"] = tuple(wants)

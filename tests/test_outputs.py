@@ -136,6 +136,12 @@ def flattened() -> str:
         rows(batch(13)[0])
     except Exception as error:
         message = str(error)
+    right = lm.logits(batch(13)[0])
+    local = torch.compile(
+        lambda ids: lm.logits(ids).flatten(0, 1), backend="cp_ulysses", options={**AOT, "outputs": "local"}
+    )(batch(13)[0])
+    start, rows = ((0, 7), (7, 6))[dist.get_rank()]
+    assert relative_error(local.detach(), right[:, start : start + rows].flatten(0, 1).detach()) <= 1e-12
     gathered = torch.compile(
         lambda ids: lm.logits(ids).flatten(0, 1), backend="cp_ulysses", options={**AOT, "outputs": "gathered"}
     )

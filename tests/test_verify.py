@@ -58,6 +58,13 @@ def test_every_form_of_the_outputs() -> None:
         assert report.exchanges.forward.get("all_gather_into_tensor", 0) == (outputs == "gathered")
 
 
+def test_a_flattened_sequence_in_local_rows() -> None:
+    lm = model(layers=1)
+    for length in (13, 2):
+        report = verify(lambda ids: lm.logits(ids).flatten(0, 1), [batch(length)[0]], cp_size=4, outputs="local")
+        assert report.ok, str(report)
+
+
 def test_the_report_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the pads counted, the loss is wrong and the table says where."""
     real = Editor.real
