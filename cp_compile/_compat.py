@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -31,6 +32,7 @@ __all__ = [
     "autocast_kernel",
     "current_mesh",
     "detect_fake_mode",
+    "enable_python_dispatcher",
     "exceptions_allowed_to_be_fallback",
     "fake_process_group",
     "frame_compile_number",

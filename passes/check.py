@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from cp_compile._compat import FakeTensor, known_equal
+from cp_compile._compat import FakeTensor, enable_python_dispatcher, known_equal
 from cp_compile.errors import InvariantError, user_line
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import COLLECTIVES, schema_arguments, tensor_inputs
@@ -66,7 +66,8 @@ def check(module: GraphModule, context: Context) -> GraphModule:
     }
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     fake_mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
-    with fake_mode, torch.no_grad():
+    # The dispatcher: before torch 2.13, composite ops do not take symbolic sizes without it.
+    with fake_mode, enable_python_dispatcher(), torch.no_grad():
         values = _LocalRun(module).collect(inputs)
     for node, value in values.items():
         if isinstance(value, torch.Tensor) and node in expected:
