@@ -6,8 +6,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -38,7 +38,7 @@ __all__ = [
     "frame_compile_number",
     "from_functional",
     "group_store",
-    "known_equal",
+    "known_true",
     "no_autocast",
     "statically_known_true",
     "sympy_interp",
@@ -123,7 +123,10 @@ def fake_process_group(size: int) -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
-def known_equal(fake_mode: FakeTensorMode, a: Any, b: Any) -> bool:
-    """Whether two sizes are equal under the guards of a graph."""
-    shape_env = fake_mode.shape_env
-    return shape_env is not None and bool(shape_env._maybe_evaluate_static(sympy.Eq(a, b)))
+def known_true(fake_mode: FakeTensorMode | None, relation: Any) -> bool | None:
+    """Whether a sympy relation of sizes holds under the guards of a graph; ``None``: not in every run."""
+    if relation in (sympy.true, sympy.false):
+        return bool(relation)
+    shape_env = fake_mode.shape_env if fake_mode is not None else None
+    known = shape_env._maybe_evaluate_static(relation) if shape_env is not None else None
+    return None if known is None else bool(known)

@@ -40,6 +40,8 @@ aten = torch.ops.aten
 # Composites that autocast has no kernel for, but whose parts it casts.
 _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
 _CHECKS = (aten._assert_tensor_metadata.default,)
+# Inputs that are the model's own state, or globals, and no arguments of the call.
+_STATE = re.compile(r"_(parameters|buffers|modules)\['|^L\['self'\]\.|^G\[")
 _DATA_DEPENDENT = "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward"
 
 
@@ -60,9 +62,11 @@ def capture(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphMo
     fakes = [_fake(value, fake_mode, context) for value in example_inputs]
     names = input_names(graph_module)
     module = _trace(graph_module, fakes, fake_mode)
-    for node, name, value in zip(module.graph.find_nodes(op="placeholder"), names, example_inputs, strict=True):
+    sources = [_source(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, name, source in zip(placeholders, names, sources, strict=True):
         node.meta["cp_input"] = name
-        node.meta["cp_parameter"] = isinstance(value, torch.nn.Parameter)
+        node.meta["cp_argument"] = _STATE.search(source) is None
     return module
 
 
@@ -80,21 +84,25 @@ def capture_export(program: torch.export.ExportedProgram) -> GraphModule:
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     for node, old in zip(module.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         node.meta["cp_input"] = names.get(old.name, old.name)
-        node.meta["cp_parameter"] = old.name in signature.inputs_to_parameters
+        node.meta["cp_argument"] = old.name in signature.user_inputs
     return module
 
 
 def input_names(graph_module: GraphModule) -> list[str]:
-    """The inputs of a Dynamo graph as its user would write them: ``"model.layers.0.weight"``, ``"input_ids"``."""
-    names = []
+    """The inputs of a Dynamo graph as its user would write them: ``"layers.0.weight"``, ``"input_ids"``; all differ."""
+    full = []
     for node in graph_module.graph.find_nodes(op="placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        name = getattr(source, "name", node.name)
-        name = name() if callable(name) else name
-        name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", name)
-        name = re.sub(r"^L\['self'\]\.", "", name)
-        names.append(re.sub(r"^L\['([^']+)'\]", r"\1", name))
-    return names
+        name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", _source(node))
+        name = re.sub(r"^L\['kwargs'\]\['([^']+)'\]", r"\1", name)
+        full.append(re.sub(r"^L\['([^']+)'\]", r"\1", name))
+    short = [name.removeprefix("self.") for name in full]
+    return [name if short.count(name) == 1 else other for name, other in zip(short, full)]
+
+
+def _source(node: Node) -> str:
+    """Where Dynamo found an input, as Python: ``L['self']._modules['head']._parameters['weight']``."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", node.name)
+    return str(name() if callable(name) else name)
 
 
 def _fake(value: Any, fake_mode: FakeTensorMode, context: TracingContext) -> Any:
@@ -133,6 +141,8 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
             # Dynamo and torch.export differ in which of these they record.
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+        elif node.target is aten.copy.default:
+            _replace_copy(module, node)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -148,6 +158,20 @@ def _refuse_unknown_regions(graph_module: GraphModule) -> None:
                     f"the higher-order op {node.target} has no rule",
                     "write that part of the model in plain torch ops",
                 )
+
+
+def _replace_copy(module: GraphModule, node: Node) -> None:
+    """``x[...] = y`` is ``copy(x, y)`` when functional, which has no derivative: a cast and an expand have."""
+    target, source = node.args[:2]
+    with module.graph.inserting_before(node):
+        cast = module.graph.call_function(aten._to_copy.default, (source,), {"dtype": node.meta["val"].dtype})
+        expanded = module.graph.call_function(aten.expand_as.default, (cast, target))
+    with node.meta["val"].fake_mode:
+        cast_val = source.meta["val"].to(node.meta["val"].dtype)  # type: ignore[union-attr]
+    cast.meta.update({**node.meta, "val": cast_val})
+    expanded.meta.update(node.meta)
+    node.replace_all_uses_with(expanded)
+    module.graph.erase_node(node)
 
 
 def _is_no_op(node: Node) -> bool:

@@ -30,6 +30,9 @@ def graph_hash(module: GraphModule) -> str:
     for node in module.graph.nodes:
         val = node.meta.get("val") if node.op == "placeholder" else None
         shape = f" {tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else ""
+        if node.op == "get_attr":
+            constant = getattr(module, str(node.target), None)
+            shape = f" {tensor_digest(constant)}" if isinstance(constant, torch.Tensor) else ""
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}{shape}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

@@ -22,6 +22,7 @@ from cp_compile.runtime import real_rows, with_own_dim
 
 __all__ = ["Exchanges", "Simulation", "simulated_group"]
 
+_copy = torch.ops.aten.copy_.default
 _C10D = "_c10d_functional"
 
 
@@ -96,6 +97,16 @@ class Simulation:
                 results = self.module(*local, rank)
         return local, list(results)
 
+    def write_back(self, inputs: Sequence[Any], local: Sequence[Any]) -> None:
+        """Gives inputs that the graph has written to (buffers) the value that the ranks have."""
+        targets = {node.args[0] for node in self.module.graph.find_nodes(op="call_function", target=_copy)}
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        for node, value, ranks in zip(placeholders, inputs, local):
+            if node in targets:
+                for r in range(self.cp_size):
+                    torch.testing.assert_close(ranks._local_tensors[r], ranks._local_tensors[0], equal_nan=True)
+                value.detach().copy_(ranks._local_tensors[0])
+
     def assemble(self, results: Sequence[Any]) -> list[Any]:
         """Whole tensors from local ones."""
         sizes = results[len(self.outputs) :]
@@ -141,6 +152,7 @@ class _Simulate(torch.autograd.Function):
     def forward(ctx: Any, simulation: Simulation, *inputs: Any) -> tuple[Any, ...]:
         ctx.simulation = simulation
         ctx.local, ctx.results = simulation.run(inputs)
+        simulation.write_back(inputs, ctx.local)
         outputs = simulation.assemble(ctx.results)
         ctx.mark_non_differentiable(
             *(v for v in outputs if isinstance(v, torch.Tensor) and not v.dtype.is_floating_point)

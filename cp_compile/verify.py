@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,18 +152,38 @@ def _verify(
 
     # A code object of its own: Dynamo counts recompilations by it.
     call.__code__ = call.__code__.replace(co_name=f"verify_{id(simulations)}")
-
-    # The plain run comes first, on clones: a model may update its buffers.
-    buffers = {name: b.clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
-    right = model(*args, **kwargs)
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
+    state = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
+    before = {name: buffer.clone() for name, buffer in state.items()}
+    args, kwargs = _by_name(model, args, kwargs)
     got = torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
     if not simulations:
         raise RefusedError("the model has no tensor op to rewrite", "verify a function that calls the model")
+    mine = {name: buffer.clone() for name, buffer in state.items()}
+    with torch.no_grad():
+        for name, buffer in state.items():
+            buffer.copy_(before[name])
+    right = model(*args, **kwargs)
     rows = _compare_outputs(got, right)
     rows += _compare_gradients(got, right, leaves)
+    changed = [name for name in state if not torch.equal(state[name], before[name])]
+    rows += [_row("buffer", name, mine[name], state[name]) for name in changed]
     return Report(tuple(rows), simulations[-1].exchanges, cp_size)
+
+
+def _by_name(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments by their names in the forward, so that ``sequence`` and errors can use those."""
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs
+    kinds = {name: function_parameter.kind for name, function_parameter in bound.signature.parameters.items()}
+    if any(
+        kinds[name] not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        for name in bound.arguments
+    ):
+        return args, kwargs
+    return (), dict(bound.arguments)
 
 
 def _compare_outputs(got: Any, right: Any) -> list[Row]:
@@ -175,7 +196,8 @@ def _compare_outputs(got: Any, right: Any) -> list[Row]:
 
 
 def _compare_gradients(got: Any, right: Any, leaves: Mapping[str, torch.Tensor]) -> list[Row]:
-    mine, plain = (_gradients(out, leaves) for out in (got, right))
+    chosen = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(right)]
+    mine, plain = (_gradients(out, chosen, leaves) for out in (got, right))
     scale = sum(g.double().norm().item() ** 2 for g in plain.values() if g is not None) ** 0.5
     rows = []
     for name in leaves:
@@ -187,14 +209,16 @@ def _compare_gradients(got: Any, right: Any, leaves: Mapping[str, torch.Tensor])
     return rows
 
 
-def _gradients(outputs: Any, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+def _gradients(
+    outputs: Any, chosen: Sequence[bool], leaves: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     total: Any = 0
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+    for leaf, wanted in zip(tree_leaves(outputs), chosen, strict=True):
+        if wanted:
             weight = torch.rand(leaf.shape, generator=generator, dtype=torch.float64) + 0.5
             total = total + (leaf * weight.to(leaf)).sum()
-    if not isinstance(total, torch.Tensor) or not leaves:
+    if not isinstance(total, torch.Tensor) or not total.requires_grad or not leaves:
         return dict.fromkeys(leaves)
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return dict(zip(leaves, found, strict=True))

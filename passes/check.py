@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from cp_compile._compat import FakeTensor, enable_python_dispatcher, known_equal
+from cp_compile._compat import FakeTensor, enable_python_dispatcher, known_true
 from cp_compile.errors import InvariantError, user_line
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import COLLECTIVES, schema_arguments, tensor_inputs
@@ -72,7 +73,7 @@ def check(module: GraphModule, context: Context) -> GraphModule:
     for node, value in values.items():
         if isinstance(value, torch.Tensor) and node in expected:
             shape = shape_of(value)
-            equal = (same(a, b) or known_equal(fake_mode, a, b) for a, b in zip(shape, expected[node]))
+            equal = (same(a, b) or known_true(fake_mode, sympy.Eq(a, b)) for a, b in zip(shape, expected[node]))
             if len(shape) != len(expected[node]) or not all(equal):
                 layout = node.meta["cp_layout"][0]
                 raise InvariantError(

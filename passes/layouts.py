@@ -105,6 +105,12 @@ class Axis:
         """Whether any rank may hold a row that is not part of the global view."""
         return not (self.start == 0 and isinstance(self.size, int) and self.size == cp_size * self.chunk)
 
+    def is_on_all_ranks(self, cp_size: int) -> bool:
+        """Whether every rank is known to hold a row of the axis."""
+        if not all(isinstance(size, int) for size in (self.size, self.chunk, self.start)):
+            return False
+        return bool(self.start < self.chunk and self.start + self.size > (cp_size - 1) * self.chunk)
+
 
 @dataclass(frozen=True)
 class Whole:

@@ -69,12 +69,14 @@ def _propagate(
     module: GraphModule, seeds: Seeds, context: Context, *, refuse: bool
 ) -> Iterator[tuple[Node, tuple[Placement, list[Node]]]]:
     shown: dict[Node, tuple[Layout, ...]] = {}
+    own: dict[Node, tuple[Layout, ...]] = {}
     for node in module.graph.nodes:
         if node.op == "output":
             return
         operands = tensor_inputs(node)
         try:
             placement = _place_node(node, operands, shown, seeds, context)
+            _check_moves(node, placement, [own[source][0] for source in operands], context)
         except NoRule as found:
             if not refuse and is_attention(node.target):
                 query = shown[schema_arguments(node)["query"]][0]
@@ -85,6 +87,7 @@ def _propagate(
                 raise RefusedError.at(node, found.reason, found.remedy) from None
         wants = {i: placement.wants.get(i, shown[source][0]) for i, source in enumerate(operands)}
         placement = replace(placement, wants=wants)
+        own[node] = placement.out
         shown[node] = (placement.deliver,) if placement.deliver else placement.out
         yield node, (placement, operands)
 
@@ -117,18 +120,18 @@ def _place_node(
     rule = RULES.get(node.target)
     if rule is None:
         raise NoRule(f"{op.name} has no rule for a value whose {_cut_name(op)} is cut over the ranks")
-    placement = rule(op)
-    _check_moves(op, placement, context)
-    return placement
+    return rule(op)
 
 
-def _check_moves(op: Op, placement: Placement, context: Context) -> None:
+def _check_moves(node: Node, placement: Placement, layouts: list[Layout], context: Context) -> None:
+    """From what an operand is, and not from what it is shown as: an input is whole on every rank."""
     gather = context.options.fallback == "gather"
-    for operand in op.operands:
-        want = placement.wants.get(operand.index, operand.layout)
-        if not can_move(operand.layout, want, gather=gather):
+    for i, have in enumerate(layouts):
+        want = placement.wants.get(i, have)
+        if not can_move(have, want, gather=gather):
+            sizes = " with other chunks" if str(have) == str(want) else ""
             raise NoRule(
-                f"{op.name} needs an operand that is {want}, and it is {operand.layout}: there is no such move"
+                f"{node.target} needs operand {i} to be {want}{sizes}, and it is {have}: that would take a gather"
             )
 
 

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import is_tensor
-from cp_compile.passes.layouts import Axis, Sharded, shape_of
+from cp_compile.passes.editor import is_tensor, schema_arguments
+from cp_compile.passes.layouts import Axis, Sharded, Size, shape_of
 from cp_compile.passes.rules.attention import is_attention
 
 __all__ = ["find_sequence"]
@@ -33,6 +33,13 @@ class _Candidate:
     layout: Sharded
     from_ids: bool
     reached: frozenset[Node] = frozenset()
+
+    @property
+    def negative_dim(self) -> int:
+        return self.layout.dim - int(self.source.meta["val"].ndim)
+
+    def query_lengths(self) -> set[Size]:
+        return {shape_of(schema_arguments(node)["query"].meta["val"])[-2] for node in self.reached}
 
     def same_axis(self, other: _Candidate) -> bool:
         same_dim = self.source is other.source and self.layout.dim == other.layout.dim
@@ -71,7 +78,29 @@ def find_sequence(
             f"several inputs hold sequences of their own: {', '.join(names)}",
             f'say which one the ranks share: options={{"sequence": {names[0]!r}}}',
         )
-    return {candidate.start: candidate.layout for candidate in groups[0]}
+    return _seeds(groups[0])
+
+
+def _seeds(group: list[_Candidate]) -> dict[Node, Sharded]:
+    """The starts of one axis: the embeddings of token ids, else the hidden states that are as long as the queries.
+
+    What else meets the sequence (a table of positions that is passed in) is whole, and cut where it is used.
+    """
+    chosen = [candidate for candidate in group if candidate.from_ids]
+    if not chosen:
+        lengths = {size for candidate in group for size in candidate.query_lengths()}
+        chosen = [candidate for candidate in group if candidate.layout.size in lengths] or group
+    # An axis of size 1 is cut in name only.
+    chosen = [candidate for candidate in chosen if candidate.layout.size != 1] or chosen
+    seeds: dict[Node, Sharded] = {}
+    for candidate in chosen:
+        if seeds.setdefault(candidate.start, candidate.layout) != candidate.layout:
+            name = candidate.source.meta.get("cp_input")
+            raise RefusedError(
+                f"two dims of input {name!r} end as the sequence of an attention's queries",
+                f'say which one the ranks share: options={{"sequence": ({name!r}, dim)}}',
+            )
+    return seeds
 
 
 def _candidates(module: GraphModule, context: Context) -> Iterator[_Candidate]:
@@ -79,7 +108,7 @@ def _candidates(module: GraphModule, context: Context) -> Iterator[_Candidate]:
     for node in module.graph.nodes:
         val = node.meta.get("val")
         if node.op == "placeholder":
-            if not isinstance(val, torch.Tensor) or node.meta.get("cp_parameter") or node.meta.get("cp_buffer"):
+            if not isinstance(val, torch.Tensor) or not node.meta.get("cp_argument"):
                 continue
             if not val.dtype.is_floating_point:
                 ids_of[node] = node
@@ -108,7 +137,7 @@ def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
     chosen = [
         candidate
         for candidate in candidates
-        if candidate.source.meta.get("cp_input") == name and dim in (None, candidate.layout.dim)
+        if candidate.source.meta.get("cp_input") == name and dim in (None, candidate.layout.dim, candidate.negative_dim)
     ]
     if not chosen:
         known = sorted({str(candidate.source.meta.get("cp_input")) for candidate in candidates})

@@ -111,6 +111,21 @@ def test_a_refusal_on_one_rank_reaches_the_others(two_ranks: Ranks) -> None:
     assert waiting.startswith("PeerMismatchError: rank 1 of the context-parallel group refused the model: aten.flip")
 
 
+def constants() -> str:
+    """The ranks' programs differ in a constant alone."""
+    lm = model(layers=1)
+    values = [1.0, 2.0] if dist.get_rank() == 0 else [2.0, 1.0]
+    group = dist.new_group([0, 1])
+    run = lambda ids: (lm.logits(ids).mean(1)[:, :2] * torch.tensor(values, dtype=torch.float64)).sum()
+    return message_of(torch.compile(run, backend="cp_ulysses", options={**EAGER, "mesh": group}), batch(13)[0])
+
+
+def test_a_constant_that_differs_is_seen(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(constants):
+        assert message.startswith("PeerMismatchError: ranks 0 and 1"), message
+        assert "their graphs differ" in message
+
+
 def test_a_digest_sees_values_places_shapes_and_dtypes() -> None:
     tensor = torch.arange(12.0).reshape(3, 4)
     digest = tensor_digest(tensor)

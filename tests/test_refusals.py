@@ -50,7 +50,7 @@ def disabled(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def no_rule(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return lm.head(torch.flip(lm.blocks[0](lm.embed(ids)), [1])).sum()
+    return lm.head(torch.kthvalue(lm.blocks[0](lm.embed(ids)), 1, 1)[0]).sum()
 
 
 def attention_by_hand(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,10 @@ REFUSED: dict[str, tuple[Thing, list[str]]] = {
     "item": (item_in_a_condition, ["does not trace as one graph", HERE + r"if x\.mean\(\)\.item\(\)", "remedy"]),
     "condition": (tensor_in_a_condition, ["does not trace as one graph", HERE + r"if x\.mean\(\) > 100", "remedy"]),
     "disable": (disabled, ["does not trace as one graph", HERE + "return lm.head", "remedy"]),
-    "no rule": (no_rule, [r"aten\.flip\.default has no rule", HERE + r"return lm\.head\(torch\.flip", "fallback"]),
+    "no rule": (
+        no_rule,
+        [r"aten\.kthvalue\.default has no rule", HERE + r"return lm\.head\(torch\.kthvalue", "fallback"],
+    ),
     "by hand": (attention_by_hand, ["aten.matmul.default of two operands", HERE, "scaled_dot_product_attention"]),
     "no attention": (no_attention, ["nothing to share among the ranks", "remedy"]),
     "nothing sharded": (attention_of_a_parameter, ["nothing becomes sharded", HERE, "pass the token ids"]),

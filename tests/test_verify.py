@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import torch.distributed as dist
 import cp_compile
 from cp_compile import RefusedError, verify
 from cp_compile.passes.editor import Editor
-from cp_compile.verify import relative_error
+from cp_compile.verify import Report, relative_error
 from tests.models import Config, batch, model
 from tests.ranks import Ranks
 
@@ -80,7 +82,7 @@ def test_the_report_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_comes_through() -> None:
     lm = model(layers=1)
     with pytest.raises(
-        Exception, match=r"(?s)RefusedError: aten\.flip\.default has no rule.*test_verify\.py.*fallback"
+        Exception, match=r"(?s)RefusedError: aten\.flip\.default mixes the positions.*test_verify\.py.*fallback"
     ):
         verify(lambda ids: lm.logits(ids).flip(1), [batch(8)[0]])
     assert verify(lambda ids: lm.logits(ids).flip(1), [batch(8)[0]], fallback="gather").ok
@@ -105,6 +107,74 @@ def test_beside_a_process_group(two_ranks: Ranks) -> None:
 def test_unknown_options_are_refused_before_anything_runs() -> None:
     with pytest.raises(cp_compile.OptionError, match="unknown option 'output'"):
         verify(model(layers=1), batch(13), output="local")
+
+
+class Counted(torch.nn.Module):
+    """A buffer that is read for the backward and updated, and an accuracy in front of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = model(layers=1)
+        self.register_buffer("scale", torch.full((13, 1), 2.0, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.lm.head(self.lm.blocks[0](self.lm.embed(input_ids) * self.scale))
+        self.seen.add_(logits.detach().mean())
+        return (logits.argmax(-1) == input_ids).double().mean(), logits.square().mean()
+
+
+def test_buffers_accuracies_and_names_of_inputs() -> None:
+    module = Counted()
+    report = verify(module, [batch(13)[0]], cp_size=4, sequence=("input_ids", -1))
+    assert report.ok, str(report)
+    assert [row.name for row in report.rows if row.kind == "buffer"] == ["seen"]
+    assert {row.name for row in report.rows if row.kind == "gradient"} < {
+        f"lm.{n}" for n, _ in module.lm.named_parameters()
+    }
+
+
+class Table(torch.nn.Module):
+    """Positions from a table that is longer than the sequence, as most rotary embeddings keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = model(layers=1)
+        self.register_buffer(
+            "table", torch.randn(32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm.head(self.lm.blocks[0](self.lm.embed(ids) + self.table[: ids.shape[1]])).square().mean()
+
+
+def test_a_table_that_is_longer_than_the_sequence_is_no_sequence() -> None:
+    assert verify(Table(), [batch(13)[0]], cp_size=4).ok
+    lm, table = model(layers=1), torch.randn(32, 32, dtype=torch.float64)
+    report = verify(
+        lambda ids, t: lm.head(lm.blocks[0](lm.embed(ids) + t[: ids.shape[1]])).mean(), [batch(13)[0], table]
+    )
+    assert report.ok, str(report)
+
+
+def symbolic(function: Any, *inputs: Any, length: int = 13) -> Report:
+    lm = model(layers=1)
+    ids = batch(length)[0]
+    for tensor in (ids, *inputs):
+        torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    run = lambda ids, *rest: function(lm.head(lm.blocks[0](lm.embed(ids))), *rest).square().mean()
+    return verify(run, [ids, *inputs], cp_size=4)
+
+
+def test_positions_that_are_symbols() -> None:
+    """Counted from the end, as Python counts them, whatever the length of the call."""
+    other = batch(4)[1]
+    assert symbolic(lambda x, p: x[:, -p.shape[1] :], other).ok
+    assert symbolic(lambda x, p: x.select(1, -p.shape[1]), other).ok
+    assert symbolic(lambda x, p: x[:, p.shape[1] : -1], other).ok
+    for length in (13, 5):
+        assert symbolic(lambda x: x[:, -6:-2], length=length).ok
+    assert symbolic(lambda x: torch.nn.functional.mse_loss(x, x.detach() * 0.5)).ok
 
 
 def test_the_measure_of_error() -> None:

@@ -48,6 +48,13 @@ def by_heads(op: Op, layout: Sharded) -> Placement:
     if query.ndim < 3:
         raise NoRule("scaled_dot_product_attention without a head dim has nothing to exchange for the sequence")
     dim = query.ndim - 3
+    if not query.ndim == key.ndim == value.ndim or (isinstance(mask, Operand) and mask.ndim > query.ndim):
+        raise NoRule("scaled_dot_product_attention of operands with different numbers of dims")
+    if key.shape[dim] != value.shape[dim]:
+        raise NoRule(
+            f"scaled_dot_product_attention with {key.shape[dim]} key heads and {value.shape[dim]} value heads",
+            "expand the fewer to the number of the others",
+        )
     heads, kv_heads = _int(query.shape[dim], "query heads"), _int(key.shape[dim], "kv heads")
     if heads % op.cp_size:
         raise NoRule(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import Partial, Sharded, Whole, product
+from cp_compile.passes.layouts import Partial, Sharded, Size, Whole, product
 from cp_compile.passes.rules.op import NoRule, Op, Operand, Placement, Rule, by_labels
 from cp_compile.passes.rules.pointwise import broadcast_labels
+from cp_compile.passes.rules.reduction import accumulation_dtype
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -50,11 +51,12 @@ def _class_loss(op: Op) -> Placement:
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         terms = edit.call_like(node, {**args, "reduction": _NONE})
         terms = edit.call(aten.where.ScalarOther, edit.real(row_cut, len(rows)), terms, 0)
-        total = edit.call(aten.sum.default, terms)
         if op["reduction"] == _SUM:
-            return total
+            return edit.call(aten.sum.default, terms)
+        total = edit.call(aten.sum.default, terms, dtype=accumulation_dtype(inputs.dtype))
         if soft:
-            return edit.call(aten.div.Tensor, total, edit.size(target_rows))
+            mean = edit.call(aten.div.Tensor, total, edit.size(target_rows))
+            return edit.call(aten._to_copy.default, mean, dtype=inputs.dtype)
         whole_target = edit.original(node, "target")
         counted = edit.call(aten.ne.Scalar, whole_target, op["ignore_index"])
         if isinstance(weight, Operand):
@@ -62,10 +64,11 @@ def _class_loss(op: Op) -> Placement:
             flat = edit.call(aten.reshape.default, safe, [-1])
             each = edit.call(aten.index_select.default, args["weight"], 0, flat)
             flags = edit.call(aten.reshape.default, counted, [-1])
-            count = edit.call(aten.sum.default, edit.call(aten.where.ScalarOther, flags, each, 0))
+            each = edit.call(aten.where.ScalarOther, flags, each, 0)
+            count = edit.call(aten.sum.default, each, dtype=accumulation_dtype(inputs.dtype))
         else:
-            count = edit.call(aten.sum.default, counted, dtype=inputs.dtype)
-        return edit.call(aten.div.Tensor, total, count)
+            count = edit.call(aten.sum.default, counted)
+        return edit.call(aten._to_copy.default, edit.call(aten.div.Tensor, total, count), dtype=inputs.dtype)
 
     return Placement((Partial(),), placement.wants, local=local)
 
@@ -74,7 +77,7 @@ def _elementwise_loss(op: Op) -> Placement:
     """Losses that are pointwise but for their ``reduction``: ``mse_loss``, ``kl_div``, ``bce`` and their kind."""
     shape = op.shape
     if op["reduction"] != _NONE:
-        shape = tuple(torch.broadcast_shapes(*(o.shape for o in op.operands if o.ndim)))  # type: ignore[arg-type]
+        shape = _broadcast([operand.shape for operand in op.operands])
     labels = {operand.index: broadcast_labels(operand, shape) for operand in op.operands}
     if op["reduction"] == _NONE:
         return by_labels(op, labels, [range(len(shape))])
@@ -89,10 +92,22 @@ def _elementwise_loss(op: Op) -> Placement:
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         terms = edit.call_like(node, {**args, "reduction": _NONE})
         terms = edit.call(aten.where.ScalarOther, edit.real(row_cut, len(shape)), terms, 0)
-        total = edit.call(aten.sum.default, terms)
-        return total if op["reduction"] == _SUM else edit.call(aten.div.Tensor, total, edit.size(count))
+        if op["reduction"] == _SUM:
+            return edit.call(aten.sum.default, terms)
+        dtype = torch.promote_types(op["self"].dtype, op["target"].dtype)
+        total = edit.call(aten.sum.default, terms, dtype=accumulation_dtype(dtype))
+        return edit.call(aten._to_copy.default, edit.call(aten.div.Tensor, total, edit.size(count)), dtype=dtype)
 
     return Placement((Partial(),), placement.wants, local=local)
+
+
+def _broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """The shape that all broadcast to; sizes may be symbols, which are never 1."""
+    result: list[Size] = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for d, size in enumerate(shape, len(result) - len(shape)):
+            result[d] = size if size != 1 else result[d]
+    return tuple(result)
 
 
 RULES: dict[object, Rule] = {

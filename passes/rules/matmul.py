@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import Sharded, Size
+from cp_compile.passes.layouts import Layout, Sharded, Size
 from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels
 
 if TYPE_CHECKING:
@@ -38,22 +38,22 @@ def _contract(op: Op, labels: Mapping[int, Labels], out: Labels, added: Operand 
         )
     if cuts & sums and added is not None:
         raise NoRule(f"{op.name} sums over the cut axis and adds to the sum", "write it as a product and an addition")
-    return by_labels(op, labels, [out], sums=sums, summed=lambda cut, index: _without_pads(op, cut, index))
+    return by_labels(op, labels, [out], sums=sums, summed=lambda cut, wants: _without_pads(op, cut, wants))
 
 
-def _without_pads(op: Op, cut: Sharded, index: int) -> LocalForm | None:
-    """The op with the pads of one operand set to zero, for a sum over the cut axis."""
+def _without_pads(op: Op, cut: Sharded, wants: Mapping[int, Layout]) -> LocalForm | None:
+    """The op with the pads of its operands set to zero, for a sum over the cut axis."""
     if not cut.axis.has_pads(op.cp_size):
         return None
-    operand = op.operands[index]
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         def real(value: Any, node_value: Any) -> Any:
             if isinstance(value, list):
                 return [real(v, n) for v, n in zip(value, node_value, strict=True)]
-            if value is operand:
-                return edit.call(aten.where.ScalarOther, edit.real(cut, operand.ndim), node_value, 0)
-            return node_value
+            want = wants.get(value.index) if isinstance(value, Operand) else None
+            if not isinstance(want, Sharded):
+                return node_value
+            return edit.call(aten.where.ScalarOther, edit.real(want, value.ndim), node_value, 0)
 
         return edit.call_like(node, {name: real(op.arguments[name], value) for name, value in args.items()})
 

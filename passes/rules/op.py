@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from cp_compile._compat import FakeTensor, known_true
 from cp_compile.passes.editor import schema_arguments
 from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, shape_of, size_of
 
@@ -76,6 +77,7 @@ class Op:
         operands: the tensor arguments in order.
         outputs: the global shape of each tensor output.
         cp_size: ranks.
+        fake_mode: of the graph's values: knows the guards on symbolic sizes.
     """
 
     target: Any
@@ -83,6 +85,29 @@ class Op:
     operands: tuple[Operand, ...]
     outputs: tuple[tuple[Size, ...], ...]
     cp_size: int
+    fake_mode: Any = None
+
+    def is_negative(self, size: Size) -> bool:
+        """Whether a number is below zero, in every run of the graph.
+
+        Raises:
+            NoRule: in some runs only.
+        """
+        if isinstance(size, int):
+            return size < 0
+        known = known_true(self.fake_mode, size < 0)
+        if known is None:
+            raise NoRule(
+                f"{self.name} with the position {size}, which may be negative or not", "use a constant position"
+            )
+        return known
+
+    def position(self, size: Size, length: Size) -> Size:
+        """A position counted from the front and not below 0, as Python counts negative ones from the end."""
+        if self.is_negative(size):
+            size = size + length
+            size = 0 if self.is_negative(size) else size
+        return size
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -141,7 +166,8 @@ def read_op(node: Node, layout_of: Callable[[Node], Layout], cp_size: int) -> Op
     val = node.meta.get("val")
     vals = val if isinstance(val, (list, tuple)) else [val]
     outputs = tuple(shape_of(v) for v in vals if isinstance(v, torch.Tensor))
-    return Op(node.target, arguments, tuple(operands), outputs, cp_size)
+    fakes = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), FakeTensor)]
+    return Op(node.target, arguments, tuple(operands), outputs, cp_size, fakes[0].fake_mode if fakes else None)
 
 
 def dims_as_labels(operand: Operand, *, blocked: Collection[int] = ()) -> list[Hashable]:
@@ -156,7 +182,7 @@ def by_labels(
     *,
     sums: Collection[Hashable] = (),
     local: LocalForm | None = None,
-    summed: Callable[[Sharded, int], LocalForm | None] | None = None,
+    summed: Callable[[Sharded, Mapping[int, Layout]], LocalForm | None] | None = None,
 ) -> Placement:
     """The placement of an op that runs through labelled dims independently.
 
@@ -169,8 +195,8 @@ def by_labels(
         out: the labels of each output's dims.
         sums: labels that the op sums over.
         local: what a rank runs where the cut label survives.
-        summed: makes what a rank runs where the cut label is summed over, from the cut of the first operand that has
-            it and that operand's index (pads must be left out).
+        summed: makes what a rank runs where the cut label is summed over, from the cut and what the operands are
+            wanted as (pads must be left out).
 
     Raises:
         NoRule: the op mixes the positions of the cut dim.
@@ -192,8 +218,7 @@ def by_labels(
         labels = list(operands.get(operand.index, ()))
         wants[operand.index] = layout.at(labels.index(label)) if label in labels else WHOLE
     if label in sums:
-        first = next(index for index, want in wants.items() if isinstance(want, Sharded))
-        form = summed(wants[first], first) if summed else None  # type: ignore[arg-type]
+        form = summed(layout, wants) if summed else None
         return Placement(tuple(Partial() for _ in op.outputs), wants, local=form)
     outs: list[Layout] = []
     for labels in map(list, out):

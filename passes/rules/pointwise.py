@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from cp_compile.passes.layouts import Size
+from cp_compile.passes.layouts import WHOLE, Partial, Size
 from cp_compile.passes.rules.op import Op, Operand, Placement, Rule, by_labels
 
 __all__ = ["RULES", "broadcast_labels", "pointwise"]
@@ -33,7 +33,7 @@ _NAMES = (
     "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__and__", "__or__", "__xor__", "isnan", "isinf",
     "isfinite", "isposinf", "isneginf", "where", "masked_fill",
     # dtype, device, copies
-    "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "positive", "copy",
+    "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "positive", "fill",
     # filled like another
     "zeros_like", "ones_like", "full_like", "empty_like",
 )
@@ -54,7 +54,9 @@ def pointwise(op: Op) -> Placement:
 
 def _type_as(op: Op) -> Placement:
     """``x.type_as(other)`` takes only the dtype and device of ``other``, which may have any shape and layout."""
-    return Placement((op["self"].layout,))
+    layout = op["self"].layout
+    layout = WHOLE if isinstance(layout, Partial) else layout
+    return Placement((layout,), {op["self"].index: layout})
 
 
 def _functional(packet: object) -> list[object]:
@@ -72,3 +74,4 @@ RULES: dict[object, Rule] = {
 }
 RULES[aten.broadcast_tensors.default] = pointwise
 RULES[aten.type_as.default] = _type_as
+RULES[aten.expand_as.default] = pointwise

@@ -20,7 +20,7 @@ def draws(op: Op) -> bool:
     if op.target in _ATTENTION:
         return bool(op["dropout_p"] != 0)
     if op.target in RULES:
-        return bool(op["p"] != 0 and op["train"])
+        return bool(op["p"] != 0 and op["train"] is not False)
     return True
 
 

@@ -64,10 +64,19 @@ def _local_sum(op: Op, layout: Sharded, gone: list[int], count: Any) -> Any:
         if layout.axis.has_pads(op.cp_size):
             x = edit.call(aten.where.ScalarOther, edit.real(layout, ndim), x, 0)
         keep = bool(args.get("keepdim", False))
-        result = edit.call(aten.sum.dim_IntList, x, gone, keep, dtype=args.get("dtype"))
-        return result if count is None else edit.call(aten.div.Tensor, result, edit.size(count))
+        dtype = args.get("dtype")
+        if count is None:
+            return edit.call(aten.sum.dim_IntList, x, gone, keep, dtype=dtype)
+        dtype = dtype or op.operands[0].dtype
+        total = edit.call(aten.sum.dim_IntList, x, gone, keep, dtype=accumulation_dtype(dtype))
+        return edit.call(aten._to_copy.default, edit.call(aten.div.Tensor, total, edit.size(count)), dtype=dtype)
 
     return local
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a mean is summed in: half-precision sums overflow, or lose what is added last."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _logical(op: Op) -> Placement:
@@ -108,7 +117,7 @@ _OTHER = (
 )  # fmt: skip
 _ALONG = (
     "cumsum.default", "cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default", "sort.default",
-    "sort.stable", "argsort.default", "topk.default",
+    "sort.stable", "argsort.default", "topk.default", "glu.default",
 )  # fmt: skip
 
 

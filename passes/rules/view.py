@@ -150,12 +150,14 @@ def _slice(op: Op) -> Placement:
     if kept == 0:
         # Nothing is kept, on every rank alike.
         return Placement((WHOLE,), local=lambda edit, node, args: edit.call(aten.slice.Tensor, args["self"], dim, 0, 0))
-    start = op["start"] or 0
-    if isinstance(start, int) and start < 0:
-        start = start + layout.size
-        start = max(start, 0) if isinstance(start, int) else start
+    start = op.position(0 if op["start"] is None else op["start"], layout.size)
     window = Axis(kept, axis.chunk, axis.start + start, axis.name)
-    return Placement((Sharded(dim, window),), local=_unchanged)
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        return edit.refill_pads(args["self"], Sharded(dim, window), operand.ndim, operand.dtype)
+
+    # Where nothing can be infinite, the rows that fall out of the window serve as pads.
+    return Placement((Sharded(dim, window),), local=local if operand.dtype.is_floating_point else _unchanged)
 
 
 def _select(op: Op) -> Placement:
@@ -168,9 +170,7 @@ def _select(op: Op) -> Placement:
         return by_labels(op, {0: labels}, [[label for d, label in enumerate(labels) if d != dim]])
     if not layout.pure:
         raise NoRule(f"{op.name} of a dim that holds the {layout.axis.name} and something else")
-    index = op["index"]
-    if isinstance(index, int) and index < 0:
-        index = index + layout.size
+    index = op.position(op["index"], layout.size)
     only = Axis(1, layout.axis.chunk, layout.axis.start + index, layout.axis.name)
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
@@ -199,7 +199,15 @@ def _cat(op: Op) -> Placement:
     """Joins along a dim that is not cut; whole operands are cut along."""
     dim = wrap(op["dim"], len(op.shape))
     labels = [None if d == dim else d for d in range(len(op.shape))]
-    return by_labels(op, {operand.index: labels for operand in op.operands}, [labels])
+    full = [operand for operand in op.operands if operand.shape != (0,) and operand.shape[dim] != 0]
+    if len(full) == 1 and isinstance(full[0].layout, Sharded):
+        # Beside empty ones (an empty cache): itself.
+        position = op["tensors"].index(full[0])
+        return Placement(
+            (full[0].layout,),
+            local=lambda edit, node, args: edit.call(aten.alias.default, args["tensors"][position]),
+        )
+    return by_labels(op, {operand.index: labels for operand in full}, [labels])
 
 
 def _stack(op: Op) -> Placement:
@@ -216,7 +224,55 @@ def _repeat_interleave(op: Op) -> Placement:
     return by_labels(op, {0: labels}, [labels])
 
 
+def _as_complex(op: Op) -> Placement:
+    labels: list[Hashable] = list(range(op.operands[0].ndim - 1))
+    return by_labels(op, {0: [*labels, None]}, [labels])
+
+
+def _as_real(op: Op) -> Placement:
+    labels: list[Hashable] = list(range(op.operands[0].ndim))
+    return by_labels(op, {0: labels}, [[*labels, None]])
+
+
+def _moved_within(op: Op) -> Placement:
+    """``flip`` and ``roll`` of dims that are not cut."""
+    operand = op.operands[0]
+    dims = op["dims"] or range(operand.ndim)
+    labels = dims_as_labels(operand, blocked=[wrap(d, operand.ndim) for d in dims])
+    return by_labels(op, {0: labels}, [labels])
+
+
+def _pad(op: Op) -> Placement:
+    """Of dims that are not cut."""
+    operand = op.operands[0]
+    pads = op["pad"]
+    blocked = [operand.ndim - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0]
+    labels = dims_as_labels(operand, blocked=blocked)
+    return by_labels(op, {0: labels}, [labels])
+
+
+def _scattered(op: Op) -> Placement:
+    """``slice_scatter`` and ``select_scatter`` (``x[..., 1:3] = y``) along a dim that is not cut."""
+    operand, source = op["self"], op["src"]
+    dim = wrap(op["dim"], operand.ndim)
+    labels = dims_as_labels(operand, blocked=[dim])
+    whole_rank = source.ndim == operand.ndim
+    return by_labels(
+        op,
+        {operand.index: labels, source.index: labels if whole_rank else [x for d, x in enumerate(labels) if d != dim]},
+        [labels],
+    )
+
+
 RULES: dict[object, Rule] = {
+    aten.view_as_complex.default: _as_complex,
+    aten.view_as_real.default: _as_real,
+    aten.flip.default: _moved_within,
+    aten.roll.default: _moved_within,
+    aten.pad.default: _pad,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _scattered,
+    aten.select_scatter.default: _scattered,
     **dict.fromkeys(
         (
             aten.view.default,

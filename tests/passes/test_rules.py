@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from cp_compile.errors import RefusedError
-from tests.bench import check
+from cp_compile.simulate import Simulation, simulated_group
+from tests.bench import check, rewritten
 
 B, S, H, D = 2, 5, 4, 6
 T = torch.Tensor
@@ -29,6 +30,15 @@ def index(*shape: int) -> T:
 
 
 W, BIAS, OTHER, ROW, GATE = x(7, D, seed=1), x(7, seed=2), x(seed=3), x(D, seed=4), x(S, D, seed=5)
+
+
+def _assigned(a: T) -> T:
+    a = a * 2
+    a[..., 1:3] = a[..., 3:5] + 1
+    a[..., 0] = a[..., 2]
+    return a
+
+
 TARGET = ids(B, S, high=D, seed=6)
 SOME_IGNORED = torch.where(torch.arange(S) < 2, -100, TARGET)
 
@@ -86,6 +96,25 @@ CASES: dict[str, Case] = {
     "first": (lambda a: a[:, 0], [x()], {0: 1}),
     "last": (lambda a: a[:, -1] * 2, [x()], {0: 1}),
     "new_zeros": (lambda a: a + a.new_zeros(S, 1) + a.new_ones(S, D), [x()], {0: 1}),
+    "singular in front of a window": (
+        lambda a: (a - a[:, 0][:, None])[:, 1:].square().sum(-1).sqrt().mean(), [x()], {0: 1}),
+    "singular behind a window": (
+        lambda a: (a.abs() * torch.arange(S - 1.0, -1, -1).double()[:, None])[:, :-1].log().mean(), [x()], {0: 1}),
+    "infinite in a contraction": (
+        lambda a, b: torch.einsum(
+            "bsd,bse->de", a[:, 1:], (b.abs() * torch.arange(S).double()[:, None])[:, 1:].log()),
+        [x(), x(B, S, 3, seed=2)], {0: 1, 1: 1}),
+    "window of ids": (lambda i, w: F.embedding(i[:, 1:], w).mean(1), [ids(), x(D, 3)], {0: 1}),
+    "pad other": (lambda a: F.pad(a, (1, 2, 0, 0)), [x()], {0: 1}),
+    "glu": (lambda a: F.glu(a, -1), [x()], {0: 1}),
+    "complex rope": (
+        lambda a, c: torch.view_as_real(torch.view_as_complex(a.unflatten(-1, (3, 2))) * torch.view_as_complex(c)),
+        [x(), x(S, 3, 2, seed=4)], {0: 1}),
+    "flip and roll other": (lambda a: a.flip(-1) + a.roll(1, -1), [x()], {0: 1}),
+    "assigned slice": (lambda a: _assigned(a), [x()], {0: 1}),
+    "cat with an empty cache": (lambda a: torch.cat((a.new_empty(B, 0, D), a), 1) * 2, [x()], {0: 1}),
+    "cat with nothing": (lambda a: torch.cat((a.new_empty(0), a), -1) * 2, [x()], {0: 1}),
+    "type_as of a sum": (lambda a, i: a.sum().type_as(i) + i, [x() + 3, ids()], {0: 1}),
     # contractions
     "linear": (lambda a, w, b: F.linear(a, w, b), [x(), W, BIAS], {0: 1}),
     "matmul": (lambda a, w: a @ w.T, [x(), W], {0: 1}),
@@ -200,6 +229,16 @@ MIXED: dict[str, Case] = {
     "cat": (lambda a, b: torch.cat((a, b), 1), [x(), OTHER], {0: 1}),
     "split": (lambda a: a.split(2, 1)[0], [x()], {0: 1}),
     "cut into pieces": (lambda a: a.reshape(B, 2, 3, D), [x(B, 6, D)], {0: 1}),
+    "key and value heads": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        [x(B, 4, S, 3), x(B, 1, S, 3, seed=1), x(B, 4, S, 3, seed=2)],
+        {0: 2, 1: 2, 2: 2},
+    ),
+    "keys of fewer dims": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        [x(2, S, 3), x(2, 2, S, 3, seed=1), x(2, 2, S, 3, seed=2)],
+        {0: 1, 1: 2, 2: 2},
+    ),
     "scale_grad_by_freq": (lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), [ids(), x(D, 3)], {0: 1}),
 }
 
@@ -234,3 +273,20 @@ def test_dropout_of_zero_is_the_identity_and_others_are_refused() -> None:
     for fallback in ("refuse", "gather"):  # run whole, each rank would drop other elements
         with pytest.raises(RefusedError, match=r"random numbers.*\n.*\n.*eval mode"):
             check(lambda a: F.dropout(a, 0.5), [x()], {0: 1}, fallback=fallback)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_in_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
+    big = (x(1, 3000, 61) * 6).to(dtype)
+    module, context = rewritten(lambda a: (a.square().mean(), F.mse_loss(a, -a)), [big], {0: 1})
+    with simulated_group(2):
+        found = Simulation(module, context.outputs, 2)(big)
+    for value, right in zip(found, (big.square().mean(), F.mse_loss(big, -big))):
+        assert value.dtype == dtype
+        assert torch.isfinite(value)
+        assert abs(value.item() - right.item()) <= 0.02 * right.item()
+
+
+def test_a_native_dropout_without_a_mode_draws() -> None:
+    with pytest.raises(RefusedError, match="random numbers"):
+        check(lambda a: torch.native_dropout(a, 0.5, None)[0], [x()], {0: 1})
