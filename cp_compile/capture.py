@@ -8,18 +8,16 @@ one final ``copy_`` per mutated input.
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_compile._compat import (
     FakeTensor,
@@ -32,7 +30,8 @@ from cp_compile._compat import (
     to_functional,
     was_mutated,
 )
-from cp_compile.errors import InvariantError, RefusedError, user_line
+from cp_compile.errors import InvariantError, RefusedError
+from cp_compile.inline import DATA_DEPENDENT, REGIONS, Inliner
 
 __all__ = ["capture", "capture_export", "input_names"]
 
@@ -42,7 +41,6 @@ _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
 _CHECKS = (aten._assert_tensor_metadata.default,)
 # Inputs that are the model's own state, or globals, and no arguments of the call.
 _STATE = re.compile(r"_(parameters|buffers|modules)\['|^L\['self'\]\.|^G\[")
-_DATA_DEPENDENT = "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward"
 
 
 def capture(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
@@ -121,7 +119,7 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
     def run(*values: Any) -> Any:
         with _CaptureMode(pre_dispatch=True, export=True):
             inputs = [to_functional(value) for value in values]
-            result = _Inliner(graph_module).run(*inputs)
+            result = Inliner(graph_module).run(*inputs)
             for value, functional in zip(values, inputs, strict=True):
                 if was_mutated(functional):
                     aten.copy_(value, from_functional(functional))
@@ -133,7 +131,7 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
             module = make_fx(run, pre_dispatch=True)(*fakes)
     except exceptions_allowed_to_be_fallback as error:
         # Dynamo would turn these into a graph break and a warning, and run the model eagerly.
-        raise RefusedError(f"the graph holds something that has no static form: {error}", _DATA_DEPENDENT) from error
+        raise RefusedError(f"the graph holds something that has no static form: {error}", DATA_DEPENDENT) from error
     for node in module.graph.nodes:
         if node.target in _CHECKS:
             module.graph.erase_node(node)
@@ -152,7 +150,7 @@ def _refuse_unknown_regions(graph_module: GraphModule) -> None:
     """Nested regions are inlined one by one as they are known; an unknown one is named before anything is traced."""
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _REGIONS:
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in REGIONS:
                 raise RefusedError.at(
                     node,
                     f"the higher-order op {node.target} has no rule",
@@ -210,115 +208,3 @@ class _CaptureMode(FunctionalTensorMode):
                 with self:
                     return kernel(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _Inliner(Interpreter):
-    """Interprets a graph with its nested regions in place."""
-
-    def __init__(self, module: GraphModule, outer: _Inliner | None = None, tags: dict[str, Any] | None = None) -> None:
-        super().__init__(module)
-        self.tags = tags or {}
-        self.regions: Iterator[int] = outer.regions if outer else itertools.count(1)
-        self.autocasts: list[dict[str, tuple[bool, torch.dtype]]] = []
-
-    def run_node(self, n: Node) -> Any:
-        n.meta.update(self.tags)
-        try:
-            return super().run_node(n)
-        except RefusedError:
-            raise
-        except exceptions_allowed_to_be_fallback as error:
-            raise RefusedError(
-                f"{n.target} has no static form ({type(error).__name__})", _DATA_DEPENDENT, line=user_line(n)
-            ) from error
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            raise RefusedError(
-                f"{n.target} has no functional ATen form ({type(error).__name__}: {reason})",
-                "write that part of the model in plain torch ops",
-                line=user_line(n),
-            ) from error
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handler = _REGIONS.get(getattr(target, "__name__", ""))
-        if handler is not None:
-            return handler(self, *args, **kwargs)
-        return super().call_function(target, args, kwargs)
-
-    def line(self) -> str:
-        """The user's line of the node that is being run."""
-        meta = torch.fx.traceback.get_current_meta()
-        probe = torch.fx.Graph().placeholder("probe")
-        probe.meta["stack_trace"] = meta.get("stack_trace")
-        return user_line(probe)
-
-    def inline(self, module: GraphModule, args: Sequence[Any], tags: dict[str, Any] | None = None) -> Any:
-        return _Inliner(module, self, {**self.tags, **(tags or {})}).run(*args)
-
-    def enter_autocast(self, *values: Any) -> None:
-        device, dtype, enabled = (*values, None, None, None)[:3]
-        self.autocasts.append(_set_autocast(str(device), dtype, enabled is not False))
-
-    def exit_autocast(self, *_: Any) -> None:
-        _restore_autocast(self.autocasts.pop())
-
-
-def _set_autocast(device: str, dtype: torch.dtype | None, enabled: bool) -> dict[str, tuple[bool, torch.dtype]]:
-    device = device.split(":")[0]
-    before = {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))}
-    torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype or torch.get_autocast_dtype(device))
-    return before
-
-
-def _restore_autocast(before: dict[str, tuple[bool, torch.dtype]]) -> None:
-    for device, (enabled, dtype) in before.items():
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-def _checkpoint_region(run: _Inliner, body: GraphModule, *args: Any, **options: Any) -> Any:
-    """A ``torch.utils.checkpoint`` region: its nodes carry the recompute tags that the partitioner obeys."""
-    options.pop("use_reentrant", None)
-    options.pop("preserve_rng_state", None)
-    options.pop("determinism_check", None)
-    options.pop("debug", None)
-    options.pop("early_stop", None)
-    if body.meta.get("_checkpoint_context_fn") is not None:
-        options["context_fn"] = True
-    if options:
-        raise RefusedError(
-            f"torch.utils.checkpoint with {', '.join(sorted(options))}",
-            "use plain torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
-            line=run.line(),
-        )
-    tags = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(run.regions)}
-    return run.inline(body, args, tags)
-
-
-def _grad_region(run: _Inliner, enabled: bool, body: GraphModule, *args: Any) -> Any:
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(enabled)
-    result = run.inline(body, args)
-    torch._C._set_grad_enabled(before)
-    return result
-
-
-def _autocast_region(
-    run: _Inliner, device: str, dtype: Any, enabled: bool, _cache: Any, body: GraphModule, *args: Any
-) -> Any:
-    before = _set_autocast(device, dtype, enabled)
-    try:
-        return run.inline(body, args)
-    finally:
-        _restore_autocast(before)
-
-
-_REGIONS: dict[str, Callable[..., Any]] = {
-    "tag_activation_checkpoint": _checkpoint_region,
-    "wrap_activation_checkpoint": _checkpoint_region,
-    "wrap_with_set_grad_enabled": _grad_region,
-    "wrap_with_autocast": _autocast_region,
-    "_enter_autocast": _Inliner.enter_autocast,
-    "_exit_autocast": _Inliner.exit_autocast,
-}

@@ -123,9 +123,9 @@ def refusal_of(thing: Thing, options: dict[str, Any] | None = None, keywords: di
         message = f"{type(error).__name__}: {error}"
     collectives = [event.name for event in profile.events() if "all_to_all" in event.name or "all_reduce" in event.name]
     torch._dynamo.reset()
-    lm = model(layers=1)
-    loss = torch.compile(lm, backend="cp_ulysses", options={"compiler": "eager"})(*batch(13))[0].item()
-    return message, collectives, loss - lm(*batch(13))[0].item()
+    lm, inputs = model(layers=1, gqa="repeat"), batch(3)
+    loss = torch.compile(lm, backend="cp_ulysses", options={"compiler": "eager"}, dynamic=False)(*inputs)[0].item()
+    return message, collectives, loss - lm(*inputs)[0].item()
 
 
 def assert_says(message: str, parts: list[str]) -> None:

@@ -12,6 +12,7 @@ from cp_compile.passes.rules import (
     loss,
     matmul,
     normalisation,
+    pieces,
     pointwise,
     random,
     reduction,
@@ -24,6 +25,7 @@ __all__ = ["RULES"]
 _FAMILIES = (
     pointwise.RULES,
     view.RULES,
+    pieces.RULES,
     matmul.RULES,
     reduction.RULES,
     indexing.RULES,
