@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class _Function(torch.nn.Module):
         return self.function(*args)
 
 
+@lru_cache(maxsize=256)
+def _exported(function: Callable[..., Any], *inputs: torch.Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(_Function(function), inputs)
+
+
 def rewritten(
     function: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
@@ -35,8 +41,7 @@ def rewritten(
     **options: Any,
 ) -> tuple[torch.fx.GraphModule, Context]:
     """The rewritten graph of a function whose inputs are cut in the dims of ``cut`` (input -> dim)."""
-    program = torch.export.export(_Function(function), tuple(inputs))
-    module = capture_export(program)
+    module = capture_export(_exported(function, *inputs))
     context = Context(cp_size, "0", Options(outputs=outputs, **options))
     placeholders = module.graph.find_nodes(op="placeholder")
     context.seeds = {

@@ -44,8 +44,8 @@ def test_the_example_of_readme(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(# train\.py\n.*?)```", README.read_text(), re.DOTALL)
     (shown,) = re.findall(r"\$ torchrun .*?\n(.*?)```", README.read_text(), re.DOTALL)
     script = tmp_path / "train.py"
-    # aot_eager: the other tests have inductor.
-    script.write_text(code.replace('"cp_ulysses")', '"cp_ulysses", options={"compiler": "aot_eager"})'))
+    # eager: other tests have inductor.
+    script.write_text(code.replace('"cp_ulysses")', '"cp_ulysses", options={"compiler": "eager"})'))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import pytest
 from cp_compile.cli import main
 from cp_compile.demo import corpus
 
-SHORT = ["--steps", "2", "--sequence-length", "61", "--compiler", "aot_eager"]
+SHORT = ["--steps", "2", "--sequence-length", "61", "--compiler", "eager"]
 
 
 def run(*arguments: str, module: bool = True) -> subprocess.CompletedProcess[str]:
