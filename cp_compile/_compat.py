@@ -8,11 +8,10 @@ import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
-from torch._guards import CompileContext, TracingContext, detect_fake_mode
+from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -31,7 +30,6 @@ __all__ = [
     "active_ddp_module",
     "autocast_kernel",
     "current_mesh",
-    "detect_fake_mode",
     "enable_python_dispatcher",
     "exceptions_allowed_to_be_fallback",
     "fake_process_group",
@@ -40,7 +38,6 @@ __all__ = [
     "group_store",
     "known_true",
     "no_autocast",
-    "statically_known_true",
     "sympy_interp",
     "to_functional",
     "was_mutated",

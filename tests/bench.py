@@ -18,7 +18,9 @@ from cp_compile.simulate import Simulation, simulated_group
 from cp_compile.verify import relative_error
 
 
-class _Function(torch.nn.Module):
+class Function(torch.nn.Module):
+    """A module that calls a function, for torch.export."""
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -29,7 +31,7 @@ class _Function(torch.nn.Module):
 
 @lru_cache(maxsize=256)
 def _exported(function: Callable[..., Any], *inputs: torch.Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(_Function(function), inputs)
+    return torch.export.export(Function(function), inputs)
 
 
 def rewritten(

@@ -80,7 +80,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logical(op: Op) -> Placement:
-    """``any`` and ``all`` over the cut axis: how many ranks' real elements speak for (or against) it."""
+    """``any`` and ``all``: over dims that are not cut; over the cut axis they are refused."""
     operand = op.operands[0]
     layout, gone = operand.layout, _dims(op)
     if not (isinstance(layout, Sharded) and layout.dim in gone):

@@ -24,7 +24,7 @@ from cp_compile.passes.moves import can_move, next_move
 from cp_compile.passes.pipeline import check_order
 from cp_compile.passes.rules.attention import kv_heads_per_rank
 from cp_compile.passes.rules.view import follow
-from tests.bench import rewritten
+from tests.bench import Function, rewritten
 from tests.models import batch, model
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -36,17 +36,8 @@ def x(*shape: int) -> torch.Tensor:
 
 
 def exported(function: Callable[..., Any], *inputs: Any) -> GraphModule:
-    module = function if isinstance(function, torch.nn.Module) else _Module(function)
+    module = function if isinstance(function, torch.nn.Module) else Function(function)
     return capture_export(torch.export.export(module, inputs))
-
-
-class _Module(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 def lm_graph(length: int = 13, **changes: Any) -> GraphModule:
