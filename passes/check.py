@@ -27,11 +27,12 @@ _NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.defa
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
-def check_edges(module: GraphModule, finished: frozenset[str]) -> None:
+def check_edges(module: GraphModule, context: Context, finished: frozenset[str]) -> None:
     """Lints the graph, and checks the layouts along every edge.
 
     Args:
         module: the graph.
+        context: the size of the group.
         finished: kinds of moves whose pass has run: no edge may still need one.
 
     Raises:
@@ -43,7 +44,7 @@ def check_edges(module: GraphModule, finished: frozenset[str]) -> None:
         if not wants:
             continue
         for source, want in zip(tensor_inputs(node), wants, strict=True):
-            step = next_move(source.meta["cp_layout"][0], want)
+            step = next_move(source.meta["cp_layout"][0], want, shape_of(source.meta["val"]), context.cp_size)
             if step is not None and step[0] in finished:
                 have = source.meta["cp_layout"][0]
                 raise InvariantError(f"{node} wants {source} to be {want}, and it is {have} ({user_line(node)})")

@@ -75,6 +75,11 @@ class Editor:
                 args.append(arguments[argument.name])
         return self.call(node.target, *args, **kwargs)
 
+    def all_reduce(self, value: Node, op: str = "sum") -> Node:
+        """A partial value summed over the ranks, or their largest (``"max"``), which has no gradient."""
+        value = self.call(_c10d.all_reduce.default, value, op, self.context.group_name)
+        return self.call(_c10d.wait_tensor.default, value)
+
     def original(self, node: Node, name: str) -> Node:
         """The argument of ``node`` as the user's program has it, before any move."""
         argument: Node = node.meta["cp_arguments"][name]
@@ -171,8 +176,7 @@ class Editor:
         row = self.call(
             aten.sum.dim_IntList, self.call(aten.where.ScalarOther, first_row, value, 0), [dim], True, dtype=dtype
         )
-        row = self.call(_c10d.all_reduce.default, row, "sum", self.context.group_name)
-        row = self.call(_c10d.wait_tensor.default, row)
+        row = self.all_reduce(row)
         some = self.call(aten.any.default, self.real(Sharded(0, axis), 1))
         return self.call(aten.where.self, some, value, row)
 

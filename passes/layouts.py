@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, Union
 
@@ -21,6 +21,7 @@ __all__ = [
     "Sharded",
     "Size",
     "Whole",
+    "carrier",
     "ceil_div",
     "divide",
     "local_shape",
@@ -74,6 +75,23 @@ def ceil_div(a: Size, b: int) -> Size:
     if isinstance(a, int):
         return -(-a // b)
     return FloorDiv(a + b - 1, b)
+
+
+def carrier(shape: Sequence[Size], blocked: Collection[int], cp_size: int) -> int | None:
+    """The dim that can best carry the cut in place of one that an op mixes; ``None``: no dim has an element a rank.
+
+    Heads in front of a sequence before channels, a dim that the ranks divide before one that is padded: only the
+    bytes that are sent depend on it.
+
+    Args:
+        shape: of the value.
+        blocked: dims that cannot carry it, the one that is mixed first.
+        cp_size: ranks.
+    """
+    mixed = next(iter(blocked), 0)
+    able = [(d, size) for d, size in enumerate(shape) if d not in blocked and isinstance(size, int) and size >= cp_size]
+    able.sort(key=lambda item: (item[1] % cp_size != 0, not 0 < item[0] == mixed - 1, -item[1]))
+    return able[0][0] if able else None
 
 
 @dataclass(frozen=True)

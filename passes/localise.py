@@ -6,7 +6,7 @@ mean(h, [1])              cut in dim 1            ->    sum(where(real, h, 0), [
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, schema_arguments
@@ -25,9 +25,18 @@ def localise(module: GraphModule, context: Context) -> GraphModule:
             continue
         with edit.before(node):
             local = form(edit, node, schema_arguments(node))
-        if not isinstance(local, int):
-            local.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
-            edit.replaced[node] = local
-        node.replace_all_uses_with(local)
-        module.graph.erase_node(node)
+        if isinstance(local, list):
+            for user in list(node.users):
+                _replace(edit, user, local[user.args[1]])  # type: ignore[index]
+            module.graph.erase_node(node)
+        else:
+            _replace(edit, node, local)
     return module
+
+
+def _replace(edit: Editor, node: Node, local: Node | int) -> None:
+    if isinstance(local, Node):
+        local.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+        edit.replaced[node] = local
+    node.replace_all_uses_with(local)  # type: ignore[arg-type]
+    edit.graph.erase_node(node)

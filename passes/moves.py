@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from torch.fx import GraphModule, Node
@@ -10,7 +10,18 @@ from torch.fx import GraphModule, Node
 from cp_compile.errors import InvariantError
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, rewire, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Layout, Partial, PerQueryHead, Sharded, Whole
+from cp_compile.passes.layouts import (
+    WHOLE,
+    Axis,
+    Layout,
+    Partial,
+    PerQueryHead,
+    Sharded,
+    Size,
+    Whole,
+    carrier,
+    shape_of,
+)
 
 __all__ = ["Build", "can_move", "insert_moves", "next_move"]
 
@@ -18,20 +29,27 @@ Build: TypeAlias = Callable[[Editor, Node, Layout, Layout], Node]
 """Inserts a move: (editor, value, its layout, the wanted layout) -> the moved value."""
 
 
-def next_move(have: Layout, want: Layout) -> tuple[str, Layout] | None:
+def next_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int) -> tuple[str, Layout] | None:
     """The kind of the next step from one layout to another, and the layout it leads to; ``None``: they are equal.
 
-    ============== =================== =====================================
+    ============== =================== ====================================================
     have           want                steps
-    ============== =================== =====================================
+    ============== =================== ====================================================
     whole          sharded, per head   slice
     sharded        sharded, other dim  exchange
     sharded        per query head      exchange
     partial        whole               reduce
     partial        sharded             reduce, slice
     sharded        whole               gather
-    sharded        sharded, same dim   gather, slice
-    ============== =================== =====================================
+    sharded        sharded, same dim   exchange to another dim and back; where none can carry
+                                       the cut: gather, slice
+    ============== =================== ====================================================
+
+    Args:
+        have: the layout of a value.
+        want: the wanted one.
+        shape: of the value, in the global view.
+        cp_size: ranks.
     """
     if have == want:
         return None
@@ -46,18 +64,21 @@ def next_move(have: Layout, want: Layout) -> tuple[str, Layout] | None:
         (Partial, PerQueryHead): ("reduce", WHOLE),
     }
     if isinstance(have, Sharded) and isinstance(want, (Sharded, PerQueryHead)) and have.dim == want.dim:
-        return "gather", WHOLE
+        dim = carrier(shape, [have.dim], cp_size)
+        return (
+            ("gather", WHOLE) if dim is None else ("exchange", Sharded(dim, Axis.cut(shape[dim], cp_size, "channels")))
+        )
     step = steps.get((type(have), type(want)))
     if step is None:
         raise InvariantError(f"no move leads from {have} to {want}")
     return step
 
 
-def can_move(have: Layout, want: Layout, *, gather: bool) -> bool:
+def can_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int, *, gather: bool) -> bool:
     """Whether a value can be given another layout; making a cut value whole takes ``gather``."""
     if isinstance(have, PerQueryHead) and have != want:
         return False
-    while (step := next_move(have, want)) is not None:
+    while (step := next_move(have, want, shape, cp_size)) is not None:
         if step[0] == "gather" and not gather:
             return False
         have = step[1]
@@ -77,21 +98,23 @@ def insert_moves(module: GraphModule, context: Context, kind: str, build: Build)
         if not wants:
             continue
         sources = tensor_inputs(node)
-        for i, (source, want) in enumerate(zip(list(sources), wants, strict=True)):
-            have = source.meta["cp_layout"][0]
-            step = next_move(have, want)
-            if step is None or step[0] != kind:
-                continue
-            key = source, step[1]
-            if key not in made:
-                with edit.after(source):
-                    made[key] = build(edit, source, have, step[1])
-                made[key].meta.update(
-                    val=source.meta["val"],
-                    cp_layout=(step[1],),
-                    cp_shown=(step[1],),
-                    cp_moved=(kind, have, step[1]),
-                )
-            sources[i] = made[key]
+        for i, want in enumerate(wants):
+            shape = shape_of(sources[i].meta["val"])
+            while True:
+                source, have = sources[i], sources[i].meta["cp_layout"][0]
+                step = next_move(have, want, shape, context.cp_size)
+                if step is None or step[0] != kind:
+                    break
+                key = source, step[1]
+                if key not in made:
+                    with edit.after(source):
+                        made[key] = build(edit, source, have, step[1])
+                    made[key].meta.update(
+                        val=source.meta["val"],
+                        cp_layout=(step[1],),
+                        cp_shown=(step[1],),
+                        cp_moved=(kind, have, step[1]),
+                    )
+                sources[i] = made[key]
         rewire(node, sources)
     return module

@@ -88,7 +88,7 @@ def rewrite(
     for step in steps:
         module = step.run(module, context)
         finished.update(step.provides)
-        check_edges(module, frozenset(finished))
+        check_edges(module, context, frozenset(finished))
         if after_each is not None:
             after_each(step.name, module)
     module.graph.eliminate_dead_code()

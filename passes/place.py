@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context, Output
 from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, shape_of
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, Size, Whole, shape_of
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.attention import is_attention
@@ -44,7 +44,7 @@ def place(module: GraphModule, context: Context) -> GraphModule:
         seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
     for node, (placement, operands) in _propagate(module, seeds, context, refuse=True):
         node.meta["cp_layout"] = placement.out
-        node.meta["cp_shown"] = (placement.deliver,) if placement.deliver else placement.out
+        node.meta["cp_shown"] = placement.deliver or placement.out
         node.meta["cp_wants"] = tuple(placement.wants[i] for i in range(len(operands)))
         node.meta["cp_local"] = placement.local
         if isinstance(node.target, torch._ops.OpOverload):
@@ -53,16 +53,10 @@ def place(module: GraphModule, context: Context) -> GraphModule:
     return module
 
 
-def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> frozenset[Node]:
-    """The attentions whose queries would be cut along their sequence if the graph were cut at ``seeds``."""
-    reached = set()
-    for node, (placement, _) in _propagate(module, seeds, context, refuse=False):
-        if is_attention(node.target):
-            query = schema_arguments(node)["query"]
-            layout = placement.deliver or placement.out[0]
-            if isinstance(layout, Sharded) and layout.dim == query.meta["val"].ndim - 2:
-                reached.add(node)
-    return frozenset(reached)
+def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> dict[Node, Size]:
+    """Where positions of the sequence would look at each other if the graph were cut at ``seeds``, and its length."""
+    placed = _propagate(module, seeds, context, refuse=False)
+    return {node: placement.attends for node, (placement, _) in placed if placement.attends is not None}
 
 
 def _propagate(
@@ -76,19 +70,26 @@ def _propagate(
         operands = tensor_inputs(node)
         try:
             placement = _place_node(node, operands, shown, seeds, context)
-            _check_moves(node, placement, [own[source][0] for source in operands], context)
+            _check_moves(node, placement, operands, own, shown, context)
         except NoRule as found:
             if not refuse and is_attention(node.target):
-                query = shown[schema_arguments(node)["query"]][0]
-                placement = Placement((query,), dict(enumerate(shown[source][0] for source in operands)))
+                query = shown[operands[0]][0]
+                rows = operands[0].meta["val"].ndim - 2
+                placement = Placement(
+                    (query,),
+                    dict(enumerate(shown[source][0] for source in operands)),
+                    attends=query.size if isinstance(query, Sharded) and query.dim == rows else None,
+                )
             elif not refuse or (found.placement and context.options.fallback == "gather"):
                 placement = _whole(node, operands)
             else:
                 raise RefusedError.at(node, found.reason, found.remedy) from None
         wants = {i: placement.wants.get(i, shown[source][0]) for i, source in enumerate(operands)}
         placement = replace(placement, wants=wants)
+        if node.target is operator.getitem:
+            placement = replace(placement, out=(own[node.args[0]][node.args[1]],), deliver=placement.out)
         own[node] = placement.out
-        shown[node] = (placement.deliver,) if placement.deliver else placement.out
+        shown[node] = placement.deliver or placement.out
         yield node, (placement, operands)
 
 
@@ -96,7 +97,7 @@ def _place_node(
     node: Node, operands: list[Node], shown: Mapping[Node, tuple[Layout, ...]], seeds: Seeds, context: Context
 ) -> Placement:
     if node.op == "placeholder":
-        return Placement((WHOLE,), deliver=seeds.get(node))
+        return Placement((WHOLE,), deliver=(seeds[node],) if node in seeds else ())
     if node.target is operator.getitem:
         return Placement((shown[node.args[0]][node.args[1]],))  # type: ignore[index]
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -123,12 +124,23 @@ def _place_node(
     return rule(op)
 
 
-def _check_moves(node: Node, placement: Placement, layouts: list[Layout], context: Context) -> None:
-    """From what an operand is, and not from what it is shown as: an input is whole on every rank."""
-    gather = context.options.fallback == "gather"
-    for i, have in enumerate(layouts):
-        want = placement.wants.get(i, have)
-        if not can_move(have, want, gather=gather):
+def _check_moves(
+    node: Node,
+    placement: Placement,
+    operands: list[Node],
+    own: Mapping[Node, tuple[Layout, ...]],
+    shown: Mapping[Node, tuple[Layout, ...]],
+    context: Context,
+) -> None:
+    """From what an operand is, and not from what it is shown as: an input is whole on every rank.
+
+    A gather takes the user's leave, or the rule's that asks for it or that shows its result as whole.
+    """
+    for i, source in enumerate(operands):
+        have = own[source][0]
+        want = placement.wants.get(i, shown[source][0])
+        gather = context.options.fallback == "gather" or i in placement.gathers or isinstance(shown[source][0], Whole)
+        if not can_move(have, want, shape_of(source.meta["val"]), context.cp_size, gather=gather):
             sizes = " with other chunks" if str(have) == str(want) else ""
             raise NoRule(
                 f"{node.target} needs operand {i} to be {want}{sizes}, and it is {have}: that would take a gather"

@@ -19,7 +19,9 @@ from cp_compile.passes.moves import insert_moves
 
 __all__ = ["reduce_partial"]
 
-_c10d = torch.ops._c10d_functional
+aten = torch.ops.aten
+# No backend sums all of these.
+_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 
 
 def reduce_partial(module: GraphModule, context: Context) -> GraphModule:
@@ -28,7 +30,8 @@ def reduce_partial(module: GraphModule, context: Context) -> GraphModule:
 
 
 def _reduce(edit: Editor, value: Node, have: Layout, want: Layout) -> Node:
-    return edit.call(
-        _c10d.wait_tensor.default,
-        edit.call(_c10d.all_reduce.default, value, "sum", edit.context.group_name),
-    )
+    dtype = value.meta["val"].dtype
+    if dtype not in _NARROW:
+        return edit.all_reduce(value)
+    total = edit.all_reduce(edit.call(aten._to_copy.default, value, dtype=torch.int32))
+    return edit.call(aten._to_copy.default, total, dtype=dtype)

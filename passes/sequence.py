@@ -7,14 +7,14 @@ that ends as the query's sequence dim is it. Token ids win over hidden states (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import is_tensor, schema_arguments
+from cp_compile.passes.editor import is_tensor
 from cp_compile.passes.layouts import Axis, Sharded, Size, shape_of
 from cp_compile.passes.rules.attention import is_attention
 
@@ -32,29 +32,26 @@ class _Candidate:
     source: Node
     layout: Sharded
     from_ids: bool
-    reached: frozenset[Node] = frozenset()
+    reached: Mapping[Node, Size] = field(default_factory=dict)
 
     @property
     def negative_dim(self) -> int:
         return self.layout.dim - int(self.source.meta["val"].ndim)
 
-    def query_lengths(self) -> set[Size]:
-        return {shape_of(schema_arguments(node)["query"].meta["val"])[-2] for node in self.reached}
-
     def same_axis(self, other: _Candidate) -> bool:
         same_dim = self.source is other.source and self.layout.dim == other.layout.dim
-        return same_dim or bool(self.reached & other.reached)
+        return same_dim or bool(self.reached.keys() & other.reached.keys())
 
 
 def find_sequence(
-    module: GraphModule, context: Context, reached: Callable[[Mapping[Node, Sharded]], frozenset[Node]]
+    module: GraphModule, context: Context, reached: Callable[[Mapping[Node, Sharded]], Mapping[Node, Size]]
 ) -> dict[Node, Sharded]:
     """Where the sequence starts: nodes, and how they are cut.
 
     Args:
         module: the graph in the global view.
         context: options and the size of the group.
-        reached: the attentions whose queries are cut along their sequence if the graph is cut at some seeds.
+        reached: where positions of the sequence look at each other if the graph is cut at some seeds, and its length.
 
     Raises:
         RefusedError: no dim of any input reaches an attention, or several unrelated ones do.
@@ -88,7 +85,7 @@ def _seeds(group: list[_Candidate]) -> dict[Node, Sharded]:
     """
     chosen = [candidate for candidate in group if candidate.from_ids]
     if not chosen:
-        lengths = {size for candidate in group for size in candidate.query_lengths()}
+        lengths = {size for candidate in group for size in candidate.reached.values()}
         chosen = [candidate for candidate in group if candidate.layout.size in lengths] or group
     # An axis of size 1 is cut in name only.
     chosen = [candidate for candidate in chosen if candidate.layout.size != 1] or chosen

@@ -6,7 +6,9 @@ No rule means refusal, never a guess. CONTRIBUTING.md shows how to add a row.
 from __future__ import annotations
 
 from cp_compile.passes.rules import (
+    along,
     attention,
+    convolution,
     creation,
     indexing,
     loss,
@@ -26,6 +28,8 @@ _FAMILIES = (
     pointwise.RULES,
     view.RULES,
     pieces.RULES,
+    along.RULES,
+    convolution.RULES,
     matmul.RULES,
     reduction.RULES,
     indexing.RULES,

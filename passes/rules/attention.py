@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,8 @@ def _sdpa(op: Op) -> Placement:
     if not isinstance(layout, Sharded):
         if all(not isinstance(operand.layout, Sharded) for operand in op.operands):
             return Placement((WHOLE,), {operand.index: WHOLE for operand in op.operands})
-        raise NoRule("scaled_dot_product_attention of a whole query on keys that are cut over the ranks")
+        # Learned queries, or image queries, on the sequence: they are the same on every rank, and so is the result.
+        return by_heads(op, WHOLE)
     if layout.dim == query.ndim - 2:
         return by_heads(op, layout)
     if layout.dim < query.ndim - 2:
@@ -42,19 +44,14 @@ def _sdpa(op: Op) -> Placement:
     raise NoRule("scaled_dot_product_attention whose query is cut along its last dim")
 
 
-def by_heads(op: Op, layout: Sharded) -> Placement:
-    """The exchange: query, key and value by heads in, heads out, handed on as a slice of the sequence again."""
+def by_heads(op: Op, shown: Layout) -> Placement:
+    """The exchange: query, key and value by heads in, heads out, handed on as ``shown``: a slice of the sequence."""
     query, key, value, mask = op["query"], op["key"], op["value"], op["attn_mask"]
     if query.ndim < 3:
         raise NoRule("scaled_dot_product_attention without a head dim has nothing to exchange for the sequence")
     dim = query.ndim - 3
     if not query.ndim == key.ndim == value.ndim or (isinstance(mask, Operand) and mask.ndim > query.ndim):
         raise NoRule("scaled_dot_product_attention of operands with different numbers of dims")
-    if key.shape[dim] != value.shape[dim]:
-        raise NoRule(
-            f"scaled_dot_product_attention with {key.shape[dim]} key heads and {value.shape[dim]} value heads",
-            "expand the fewer to the number of the others",
-        )
     heads, kv_heads = _int(query.shape[dim], "query heads"), _int(key.shape[dim], "kv heads")
     if heads % op.cp_size:
         raise NoRule(
@@ -63,16 +60,27 @@ def by_heads(op: Op, layout: Sharded) -> Placement:
             f"use a cp size that divides {heads}, or options={{'fallback': 'gather'}} (exact, slower)",
         )
     cut = Sharded(dim, Axis.cut(heads, op.cp_size, "heads"))
-    kv: Layout = cut
-    if kv_heads % op.cp_size == 0:
-        kv = Sharded(dim, Axis.cut(kv_heads, op.cp_size, "heads"))
-    elif kv_heads != heads:
-        kv = PerQueryHead(dim, heads, kv_heads, kv_heads_per_rank(heads, kv_heads, op.cp_size))
-    wants: dict[int, Layout] = {query.index: cut, key.index: kv, value.index: kv}
+    wants: dict[int, Layout] = {query.index: cut}
+    for operand in (key, value):
+        wants[operand.index] = _of_these_heads(op, heads, _int(operand.shape[dim], "kv heads"), dim)
+    gathers = frozenset[int]()
     if isinstance(mask, Operand):
         has_heads = mask.ndim >= 3 and mask.shape[mask.ndim - 3] != 1
         wants[mask.index] = cut.at(mask.ndim - 3) if has_heads else WHOLE
-    return Placement((cut,), wants, deliver=layout, local=_expanded(kv) if isinstance(kv, PerQueryHead) else None)
+        # One that depends on hidden states: without heads, every rank needs all of it.
+        gathers = frozenset([mask.index])
+    kv_layouts = {name: wants[op[name].index] for name in ("key", "value")}
+    few = {name: kv for name, kv in kv_layouts.items() if isinstance(kv, PerQueryHead)}
+    local = _expanded(few) if few else None
+    length = query.shape[-2] if isinstance(shown, Sharded) else None
+    return Placement((cut,), wants, (shown,), gathers, local=local, attends=length)
+
+
+def _of_these_heads(op: Op, heads: int, kv_heads: int, dim: int) -> Layout:
+    """The kv heads that a rank's query heads use."""
+    if kv_heads % op.cp_size == 0:
+        return Sharded(dim, Axis.cut(kv_heads, op.cp_size, "heads"))
+    return PerQueryHead(dim, heads, kv_heads, kv_heads_per_rank(heads, kv_heads, op.cp_size))
 
 
 def kv_heads_per_rank(query_heads: int, kv_heads: int, cp_size: int) -> int:
@@ -81,14 +89,13 @@ def kv_heads_per_rank(query_heads: int, kv_heads: int, cp_size: int) -> int:
     return max((rank * share + share - 1) // group - rank * share // group + 1 for rank in range(cp_size))
 
 
-def _expanded(kv: PerQueryHead) -> LocalForm:
+def _expanded(few: Mapping[str, PerQueryHead]) -> LocalForm:
     """Each local query head is given the kv head that it uses."""
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        index = head_of_query(edit, kv)
-        for name in ("key", "value"):
-            args[name] = edit.call(aten.index_select.default, args[name], kv.dim, index)
-        return edit.call_like(node, {**args, "enable_gqa": False})
+        for name, kv in few.items():
+            args[name] = edit.call(aten.index_select.default, args[name], kv.dim, head_of_query(edit, kv))
+        return edit.call_like(node, {**args, "enable_gqa": False} if len(few) == 2 else args)
 
     return local
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from cp_compile.passes.layouts import same
-from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, by_labels, wrap
+import torch
+from torch.fx import Node
+
+from cp_compile.passes.layouts import WHOLE, Partial, Sharded, Size, product, same
+from cp_compile.passes.rules.carried import by_exchange
+from cp_compile.passes.rules.op import NoRule, Op, Operand, Placement, Rule, by_labels, wrap
+
+if TYPE_CHECKING:
+    from cp_compile.passes.editor import Editor
 
 __all__ = ["RULES"]
 
@@ -22,21 +30,128 @@ def _embedding(op: Op) -> Placement:
 
 
 def _gather(op: Op) -> Placement:
-    """Along a dim that is not cut, where input and index have the same rows."""
+    """Along a dim that is not cut, where input and index have the same rows.
+
+    Along the cut dim each rank gives the positions that it holds, or, for as many indices as rows of a rank, the
+    source is exchanged.
+    """
     source, index = op["self"], op["index"]
     dim = wrap(op["dim"], source.ndim)
     shared = [
         None if d == dim or not same(a, b) else d
         for d, (a, b) in enumerate(zip(source.shape, index.shape, strict=True))
     ]
-    return by_labels(op, {source.index: shared, index.index: shared}, [shared])
+    layout = source.layout
+    if isinstance(layout, Sharded) and layout.dim == dim and layout.pure and _few(index.shape[dim], layout):
+        return _picked(op, layout, {index.index: index.ndim}, index.ndim)
+    return by_exchange(op, {source.index: shared, index.index: shared}, [shared])
 
 
 def _index_select(op: Op) -> Placement:
     source, index = op["self"], op["index"]
     dim = wrap(op["dim"], source.ndim)
-    labels = [None if d == dim else d for d in range(source.ndim)]
-    return by_labels(op, {source.index: labels, index.index: [None]}, [labels])
+    labels: list[Hashable] = [None if d == dim else d for d in range(source.ndim)]
+    layout = source.layout
+    if isinstance(layout, Sharded) and layout.dim == dim and layout.pure and _few(op.shape[dim], layout):
+        return _picked(op, layout, {index.index: source.ndim - dim}, source.ndim)
+    if isinstance(index.layout, Sharded):
+        if isinstance(layout, Sharded):
+            raise NoRule(f"{op.name} of a cut value at cut indices")
+        out = [*labels[:dim], "index", *labels[dim + 1 :]]
+        return by_labels(op, {source.index: labels, index.index: ["index"]}, [out])
+    return by_exchange(op, {source.index: labels, index.index: [None]}, [labels])
+
+
+def _index(op: Op) -> Placement:
+    """``x[i, j]`` with tensors of positions, and whole dims between or behind them.
+
+    Positions that are cut stand for themselves, as in an embedding; of a dim that is cut, each rank gives the rows that
+    it holds; through other dims it runs on any slice.
+    """
+    source, indices = op["self"], op["indices"]
+    places = [d for d, index in enumerate(indices) if index is not None]
+    tensors = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+        raise NoRule(f"{op.name} with a mask picks a number of positions that depends on the data")
+    ndim = max(index.ndim for index in tensors)
+    adjacent = places == list(range(places[0], places[-1] + 1))
+    front = places[0] if adjacent else 0
+    rest: list[Hashable] = [f"dim {d}" for d in range(source.ndim) if d not in places]
+    out = [*rest[:front], *range(ndim), *rest[front:]]
+    shape = op.shape[front : front + ndim]
+    labels: dict[int, list[Hashable]] = {
+        source.index: [None if d in places else f"dim {d}" for d in range(source.ndim)]
+    }
+    for index in tensors:
+        offset = ndim - index.ndim
+        labels[index.index] = [
+            None if size == 1 and shape[d + offset] != 1 else d + offset for d, size in enumerate(index.shape)
+        ]
+    layout = source.layout
+    if isinstance(layout, Sharded) and layout.dim in places and layout.pure:
+        chosen = indices[layout.dim]
+        if _few(product(shape), layout, len(places)):
+            return _picked(op, layout, {chosen.index: len(out) - front - ndim + chosen.ndim}, len(out))
+        if any(isinstance(index.layout, Sharded) for index in tensors):
+            raise NoRule(f"{op.name} of a cut value at cut positions")
+        return by_exchange(op, labels, [out], [front if len(places) == ndim == 1 else None])
+    return by_labels(op, labels, [out])
+
+
+def _few(count: Size, layout: Sharded, dims: int = 1) -> bool:
+    """Whether all ranks' shares of the picked rows are less than what an exchange of the source would send.
+
+    With several indexed dims (``x[arange(B), last]``) a row is picked from each of them.
+    """
+    return dims > 1 or not isinstance(count, int) or not isinstance(layout.axis.chunk, int) or count < layout.axis.chunk
+
+
+def _picked(op: Op, layout: Sharded, by: Mapping[int, int], ndim: int) -> Placement:
+    """Positions of the cut dim: the rank that holds one gives its value, the others zero.
+
+    Args:
+        op: a lookup whose source is cut in a dim that is indexed.
+        layout: of the source.
+        by: the operand that indexes it, and how many dims of the output stand behind its first one.
+        ndim: dims of the output.
+    """
+    ((position, behind),) = by.items()
+    axis = layout.axis
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        def swap(value: Any, mine: Any) -> Any:
+            if isinstance(value, list):
+                return [swap(v, m) for v, m in zip(value, mine, strict=True)]
+            return here if isinstance(value, Operand) and value.index == position else mine
+
+        index = _find(op.arguments, args, position)
+        size, chunk = edit.size(axis.size), edit.size(axis.chunk)
+        wrapped = edit.call(
+            aten.where.self, edit.call(aten.lt.Scalar, index, 0), edit.call(aten.add.Tensor, index, size), index
+        )
+        first = edit.call(aten.mul.Tensor, edit.rank, chunk)
+        offset = edit.call(aten.sub.Tensor, edit.call(aten.add.Tensor, wrapped, edit.size(axis.start)), first)
+        here = edit.call(aten.clamp.default, offset, 0, edit.size(axis.chunk - 1))
+        mine = edit.call(aten.eq.Tensor, here, offset)
+        found = edit.call_like(node, {name: swap(value, args[name]) for name, value in op.arguments.items()})
+        shape = op.operands[position].shape
+        mine = edit.call(aten.reshape.default, mine, [*edit.sizes(shape), *[1] * (behind - len(shape))])
+        return edit.call(aten.where.ScalarOther, mine, found, 0)
+
+    wants = {o.index: WHOLE for o in op.operands if o is not op["self"]}
+    # Few positions, which may come from hidden states (topk of a router).
+    return Placement((Partial(),), wants, gathers=frozenset(wants), local=local)
+
+
+def _find(arguments: Mapping[str, Any], args: Mapping[str, Any], position: int) -> Node:
+    """The node of the operand with an index."""
+    pairs = [(value, args[name]) for name, value in arguments.items()]
+    for value, node in pairs:
+        if isinstance(value, list):
+            pairs += list(zip(value, node, strict=True))
+        elif isinstance(value, Operand) and value.index == position:
+            return node  # type: ignore[no-any-return]
+    raise AssertionError(f"no operand {position}")
 
 
 def _one_hot(op: Op) -> Placement:
@@ -64,6 +179,7 @@ RULES: dict[object, Rule] = {
     aten.embedding.default: _embedding,
     aten.gather.default: _gather,
     aten.index_select.default: _index_select,
+    aten.index.Tensor: _index,
     aten.one_hot.default: _one_hot,
     aten.scatter.value: _scatter_value,
     aten.scatter.src: _scatter_value,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import Layout, Sharded, Size
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, Sharded, Size
 from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels
 
 if TYPE_CHECKING:
@@ -31,14 +32,63 @@ def _contract(op: Op, labels: Mapping[int, Labels], out: Labels, added: Operand 
     cuts = {labels[o.index][o.layout.dim] for o in op.operands if isinstance(o.layout, Sharded)}
     sums = {label for dims in labels.values() for label in dims} - set(out)
     if len(cuts) > 1:
-        raise NoRule(
-            f"{op.name} of two operands that are cut along different dims (attention written by hand?)",
-            "write the attention with torch.nn.functional.scaled_dot_product_attention, which is exchanged by heads, "
-            'or use options={"fallback": "gather"}',
-        )
+        return _by_heads(op, labels, out, sums)
     if cuts & sums and added is not None:
         raise NoRule(f"{op.name} sums over the cut axis and adds to the sum", "write it as a product and an addition")
     return by_labels(op, labels, [out], sums=sums, summed=lambda cut, wants: _without_pads(op, cut, wants))
+
+
+def _by_heads(op: Op, labels: Mapping[int, Labels], out: Labels, sums: Collection[Hashable]) -> Placement:
+    """A product of two cut operands, as in attention written by hand, ``q @ k.T`` and ``probs @ v``.
+
+    Both are exchanged to a batch dim that they share (heads); the product that sums over the keys is shown as a slice
+    of the sequence again. Where no such dim divides, the second operand (k, v) is gathered.
+    """
+    cuts = [
+        _Cut(o.index, o.layout, labels[o.index][o.layout.dim]) for o in op.operands if isinstance(o.layout, Sharded)
+    ]
+    summed = [cut for cut in cuts if cut.label in sums]
+    over = _over_a_shared(op, labels, out, cuts)
+    gathers: frozenset[int] = frozenset()
+    if over is None:
+        over = next((cut for cut in cuts if cut.label in out), None)
+        gathers = frozenset(cut.operand for cut in cuts if cut is not over)
+    if over is None:
+        raise NoRule(f"{op.name} sums over two cut dims at once", "write it as two products")
+    wants: dict[int, Layout] = {}
+    for operand in op.operands:
+        dims = list(labels.get(operand.index, ()))
+        wants[operand.index] = over.layout.at(dims.index(over.label)) if over.label in dims else WHOLE
+    result = over.layout.at(list(out).index(over.label))
+    deliver: tuple[Layout, ...] = ()
+    # The rows of the product: a dim of the output that the operand which is summed over lacks.
+    rows = [d for d, label in enumerate(out) if label is not None and label not in labels[cuts[-1].operand]]
+    if summed and not gathers and len(rows) == 1:
+        deliver = (Sharded(rows[0], Axis.cut(op.shape[rows[0]], op.cp_size)),)
+    return Placement((result,), wants, deliver, gathers, attends=None if summed else cuts[0].layout.size)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """An operand that is cut, and the label of its cut dim."""
+
+    operand: int
+    layout: Sharded
+    label: Hashable
+
+
+def _over_a_shared(op: Op, labels: Mapping[int, Labels], out: Labels, cuts: Sequence[_Cut]) -> _Cut | None:
+    """A label that all cut operands and the product share: one of them is cut there already, or the ranks divide it."""
+    shared = [label for label in out if label is not None and all(label in labels[cut.operand] for cut in cuts)]
+    for cut in cuts:
+        if cut.label in shared:
+            return cut
+    # From the innermost batch dim: heads stand behind the batch.
+    for label in reversed(shared):
+        size = op.shape[list(out).index(label)]
+        if isinstance(size, int) and size % op.cp_size == 0:
+            return _Cut(cuts[0].operand, Sharded(0, Axis.cut(size, op.cp_size, "heads")), label)
+    return None
 
 
 def _without_pads(op: Op, cut: Sharded, wants: Mapping[int, Layout]) -> LocalForm | None:
@@ -112,23 +162,34 @@ def _product(op: Op, left: str, right: str, added: Operand | None = None) -> Pla
 
 
 def _einsum(op: Op) -> Placement:
-    """The subscripts are the labels."""
-    inputs, arrow, output = op["equation"].replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if "..." in op["equation"] or not arrow or any(len(set(term)) != len(term) for term in terms):
-        raise NoRule(
-            f"einsum({op['equation']!r}) with an ellipsis, an implicit output or a diagonal", "spell the subscripts out"
-        )
-    sizes: dict[str, Size] = {}
-    for operand, term in zip(op.operands, terms, strict=True):
-        sizes.update({letter: size for letter, size in zip(term, operand.shape, strict=True) if size != 1})
+    """The subscripts are the labels; an ellipsis stands for the batch dims, and the output may be implied."""
+    inputs, arrow, result = op["equation"].replace(" ", "").partition("->")
+    terms, output = inputs.split(","), str(result)
+    batch = max(o.ndim - len(t.replace("...", "")) for o, t in zip(op.operands, terms, strict=True))
+    if not arrow:
+        letters = "".join(terms).replace(".", "")
+        output = "..." + "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    subscripts = [_subscripts(t, o.ndim, batch) for o, t in zip(op.operands, terms, strict=True)]
+    if any(len(set(letters)) != len(letters) for letters in subscripts):
+        raise NoRule(f"einsum({op['equation']!r}) with a diagonal", "take the diagonal with torch.diagonal")
+    sizes: dict[Hashable, Size] = {}
+    for operand, subscript in zip(op.operands, subscripts):
+        sizes.update({letter: size for letter, size in zip(subscript, operand.shape, strict=True) if size != 1})
     labels = {
         operand.index: [
-            None if size == 1 and letter in sizes else letter for letter, size in zip(term, operand.shape, strict=True)
+            None if size == 1 and letter in sizes else letter
+            for letter, size in zip(subscript, operand.shape, strict=True)
         ]
-        for operand, term in zip(op.operands, terms, strict=True)
+        for operand, subscript in zip(op.operands, subscripts)
     }
-    return _contract(op, labels, list(output))
+    return _contract(op, labels, _subscripts(output, len(op.shape), batch))
+
+
+def _subscripts(term: str, ndim: int, batch: int) -> list[Hashable]:
+    """The subscript of a term; the dims of an ellipsis by their number, counted from the back."""
+    front, ellipsis, back = term.partition("...")
+    dots = ndim - len(front) - len(back)
+    return [*front, *(range(batch - dots, batch) if ellipsis else ()), *back]
 
 
 RULES: dict[object, Rule] = {

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.fx import Node
+
+from cp_compile.passes.layouts import Sharded
+from cp_compile.passes.rules.along import along
 from cp_compile.passes.rules.op import Op, Placement, Rule, by_labels, wrap
+
+if TYPE_CHECKING:
+    from cp_compile.passes.editor import Editor
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
+_LOG = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 def _softmax(op: Op) -> Placement:
+    """Over the cut axis: shifted by the largest of all ranks, and over the sum of all ranks."""
     operand = op.operands[0]
     dim = wrap(op["dim"], operand.ndim)
-    labels = [None if d == dim else d for d in range(operand.ndim)]
-    return by_labels(op, {0: labels}, [labels])
+    layout = operand.layout
+    if not (isinstance(layout, Sharded) and layout.dim == dim and layout.pure):
+        return along(op, [dim])
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        x = args["self"]
+        if args.get("dtype") is not None:
+            x = edit.call(aten._to_copy.default, x, dtype=args["dtype"])
+        real = edit.real(layout, operand.ndim)
+        masked = edit.call(aten.where.ScalarOther, real, edit.call(aten.detach.default, x), float("-inf"))
+        largest = edit.all_reduce(edit.call(aten.amax.default, masked, [dim], True), "max")
+        shifted = edit.call(aten.sub.Tensor, x, largest)
+        terms = edit.call(aten.exp.default, shifted)
+        # Where nothing is left of a row, the pads are NaN like the rows that they repeat.
+        total = edit.call(aten.sum.dim_IntList, edit.call(aten.where.ScalarOther, real, terms, 0), [dim], True)
+        total = edit.all_reduce(total)
+        if op.target in _LOG:
+            return edit.call(aten.sub.Tensor, shifted, edit.call(aten.log.default, total))
+        return edit.call(aten.div.Tensor, terms, total)
+
+    return Placement((layout,), local=local)
 
 
 def _trailing_norm(op: Op) -> Placement:

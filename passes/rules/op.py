@@ -26,6 +26,7 @@ __all__ = [
     "Rule",
     "by_labels",
     "dims_as_labels",
+    "overloads",
     "read_op",
     "wrap",
 ]
@@ -129,17 +130,27 @@ class Placement:
     Attributes:
         out: the layout that the op computes, one a tensor output.
         wants: the layout that an operand must have, by its index; the others stay as they are.
-        deliver: the layout that consumers are shown, where that is another one than ``out``.
+        deliver: the layouts that consumers are shown, one an output, where those are others than ``out``.
+        gathers: operands that may be made whole to fit ``wants``, because the rule knows of no cheaper way.
         local: what a rank runs in place of the op; ``None``: the op itself.
+        attends: the length of the sequence whose positions look at each other here, if they do.
     """
 
     out: tuple[Layout, ...]
     wants: Mapping[int, Layout] = field(default_factory=dict)
-    deliver: Layout | None = None
+    deliver: tuple[Layout, ...] = ()
+    gathers: frozenset[int] = frozenset()
     local: LocalForm | None = None
+    attends: Size | None = None
 
 
 Rule: TypeAlias = Callable[[Op], Placement]
+
+
+def overloads(names: str) -> list[Any]:
+    """The ATen overloads of names such as ``"amax.default"``, divided by spaces."""
+    pairs = (name.split(".") for name in names.split())
+    return [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs]
 
 
 def wrap(dim: int, ndim: int) -> int:

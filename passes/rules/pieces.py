@@ -6,14 +6,16 @@ under another window, and one position of it is a partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import WHOLE, Axis, Partial, Sharded, same
-from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, by_labels, dims_as_labels, wrap
+from cp_compile.passes.layouts import WHOLE, Axis, Partial, Sharded, Size, same
+from cp_compile.passes.rules.carried import by_exchange
+from cp_compile.passes.rules.op import Op, Operand, Placement, Rule, by_labels, dims_as_labels, wrap
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -35,22 +37,34 @@ def _slice(op: Op) -> Placement:
     if not (isinstance(layout, Sharded) and layout.dim == dim):
         labels = dims_as_labels(operand, blocked=[dim])
         return by_labels(op, {0: labels}, [labels])
-    axis, kept = layout.axis, op.shape[dim]
+    kept = op.shape[dim]
     if same(kept, layout.size):
         return Placement((layout,), local=_unchanged)
     if not layout.pure or op["step"] != 1:
-        raise NoRule(f"a slice with step {op['step']} of the {axis.name}, which is cut over the ranks")
+        labels = dims_as_labels(operand, blocked=[dim])
+        return by_exchange(op, {0: labels}, [labels])
     if kept == 0:
         # Nothing is kept, on every rank alike.
         return Placement((WHOLE,), local=lambda edit, node, args: edit.call(aten.slice.Tensor, args["self"], dim, 0, 0))
     start = op.position(0 if op["start"] is None else op["start"], layout.size)
-    window = Axis(kept, axis.chunk, axis.start + start, axis.name)
+    out, local = _window(layout, start, kept, operand)
+    return Placement((out,), local=lambda edit, node, args: local(edit, args["self"]))
 
-    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        return edit.refill_pads(args["self"], Sharded(dim, window), operand.ndim, operand.dtype)
 
-    # Where nothing can be infinite, the rows that fall out of the window serve as pads.
-    return Placement((Sharded(dim, window),), local=local if operand.dtype.is_floating_point else _unchanged)
+def _window(
+    layout: Sharded, start: Size, size: Size, operand: Operand
+) -> tuple[Sharded, Callable[[Editor, Node], Node]]:
+    """``size`` rows of the axis from ``start``: their cut, and what a rank runs."""
+    axis = layout.axis
+    window = Sharded(layout.dim, Axis(size, axis.chunk, axis.start + start, axis.name))
+
+    def local(edit: Editor, value: Node) -> Node:
+        if not operand.dtype.is_floating_point:
+            # Where nothing can be infinite, the rows that fall out of the window serve as pads.
+            return edit.call(aten.alias.default, value)
+        return edit.refill_pads(value, window, operand.ndim, operand.dtype)
+
+    return window, local
 
 
 def _select(op: Op) -> Placement:
@@ -62,34 +76,55 @@ def _select(op: Op) -> Placement:
     if not (isinstance(layout, Sharded) and layout.dim == dim):
         return by_labels(op, {0: labels}, [[label for d, label in enumerate(labels) if d != dim]])
     if not layout.pure:
-        raise NoRule(f"{op.name} of a dim that holds the {layout.axis.name} and something else")
+        return by_exchange(op, {0: labels}, [[label for d, label in enumerate(labels) if d != dim]], [None])
     index = op.position(op["index"], layout.size)
-    only = Axis(1, layout.axis.chunk, layout.axis.start + index, layout.axis.name)
+    return Placement((Partial(),), local=lambda edit, node, args: _one_row(edit, args["self"], layout, index, operand))
 
-    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        x = args["self"]
-        mine = edit.call(aten.where.ScalarOther, edit.real(Sharded(dim, only), operand.ndim), x, 0)
-        return edit.call(aten.sum.dim_IntList, mine, [dim], dtype=operand.dtype)
 
-    return Placement((Partial(),), local=local)
+def _one_row(edit: Editor, value: Node, layout: Sharded, index: Size, operand: Operand) -> Node:
+    axis, dim = layout.axis, layout.dim
+    only = Axis(1, axis.chunk, axis.start + index, axis.name)
+    mine = edit.call(aten.where.ScalarOther, edit.real(Sharded(dim, only), operand.ndim), value, 0)
+    return edit.call(aten.sum.dim_IntList, mine, [dim], dtype=operand.dtype)
 
 
 def _split(op: Op) -> Placement:
-    """Pieces of a dim that is not cut."""
+    """Pieces of a dim that is not cut; those of the cut axis are windows."""
     operand = op.operands[0]
-    labels = dims_as_labels(operand, blocked=[wrap(op["dim"], operand.ndim)])
-    return by_labels(op, {0: labels}, [labels] * len(op.outputs))
+    dim = wrap(op["dim"], operand.ndim)
+    labels = dims_as_labels(operand, blocked=[dim])
+    layout = operand.layout
+    if not (isinstance(layout, Sharded) and layout.dim == dim):
+        return by_labels(op, {0: labels}, [labels] * len(op.outputs))
+    sizes = [shape[dim] for shape in op.outputs]
+    if not layout.pure or 0 in sizes:
+        return by_exchange(op, {0: labels}, [labels] * len(op.outputs))
+    starts = list(itertools.accumulate(sizes, initial=0))
+    windows = [_window(layout, start, size, operand) for start, size in zip(starts, sizes)]
+    return Placement(
+        tuple(window for window, _ in windows),
+        local=lambda edit, node, args: [local(edit, args["self"]) for _, local in windows],
+    )
 
 
 def _unbind(op: Op) -> Placement:
+    """Along the cut axis, each row is that of the rank that holds it."""
     operand = op.operands[0]
     dim = wrap(op["dim"], operand.ndim)
+    layout = operand.layout
+    if isinstance(layout, Sharded) and layout.dim == dim and layout.pure:
+        return Placement(
+            tuple(Partial() for _ in op.outputs),
+            local=lambda edit, node, args: [
+                _one_row(edit, args["self"], layout, index, operand) for index in range(len(op.outputs))
+            ],
+        )
     labels = dims_as_labels(operand, blocked=[dim])
     return by_labels(op, {0: labels}, [[label for d, label in enumerate(labels) if d != dim]] * len(op.outputs))
 
 
 def _cat(op: Op) -> Placement:
-    """Joins along a dim that is not cut; whole operands are cut along."""
+    """Joins along a dim that is not cut, and whole operands are cut along; along the cut axis by an exchange."""
     dim = wrap(op["dim"], len(op.shape))
     labels = [None if d == dim else d for d in range(len(op.shape))]
     full = [operand for operand in op.operands if operand.shape != (0,) and operand.shape[dim] != 0]
@@ -100,7 +135,7 @@ def _cat(op: Op) -> Placement:
             (full[0].layout,),
             local=lambda edit, node, args: edit.call(aten.alias.default, args["tensors"][position]),
         )
-    return by_labels(op, {operand.index: labels for operand in full}, [labels])
+    return by_exchange(op, {operand.index: labels for operand in full}, [labels])
 
 
 def _stack(op: Op) -> Placement:
@@ -109,41 +144,17 @@ def _stack(op: Op) -> Placement:
     return by_labels(op, {o.index: labels for o in op.operands}, [[*labels[:dim], None, *labels[dim:]]])
 
 
-def _moved_within(op: Op) -> Placement:
-    """``flip`` and ``roll`` of dims that are not cut."""
-    operand = op.operands[0]
-    dims = op["dims"] or range(operand.ndim)
-    labels = dims_as_labels(operand, blocked=[wrap(d, operand.ndim) for d in dims])
-    return by_labels(op, {0: labels}, [labels])
-
-
-def _pad(op: Op) -> Placement:
-    """Of dims that are not cut."""
-    operand = op.operands[0]
-    pads = op["pad"]
-    blocked = [operand.ndim - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0]
-    labels = dims_as_labels(operand, blocked=blocked)
-    return by_labels(op, {0: labels}, [labels])
-
-
 def _scattered(op: Op) -> Placement:
-    """``slice_scatter`` and ``select_scatter`` (``x[..., 1:3] = y``) along a dim that is not cut."""
+    """``slice_scatter`` and ``select_scatter`` (``x[..., 1:3] = y``)."""
     operand, source = op["self"], op["src"]
     dim = wrap(op["dim"], operand.ndim)
     labels = dims_as_labels(operand, blocked=[dim])
     whole_rank = source.ndim == operand.ndim
-    return by_labels(
-        op,
-        {operand.index: labels, source.index: labels if whole_rank else [x for d, x in enumerate(labels) if d != dim]},
-        [labels],
-    )
+    of_source = labels if whole_rank else [x for d, x in enumerate(labels) if d != dim]
+    return by_exchange(op, {operand.index: labels, source.index: of_source}, [labels])
 
 
 RULES: dict[object, Rule] = {
-    aten.flip.default: _moved_within,
-    aten.roll.default: _moved_within,
-    aten.pad.default: _pad,
-    aten.constant_pad_nd.default: _pad,
     aten.slice_scatter.default: _scattered,
     aten.select_scatter.default: _scattered,
     aten.slice.Tensor: _slice,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import Partial, Sharded, product
-from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, by_labels, wrap
+from cp_compile.passes.layouts import WHOLE, Partial, Sharded, product
+from cp_compile.passes.rules.carried import by_exchange
+from cp_compile.passes.rules.op import Op, Placement, Rule, overloads, wrap
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -27,14 +28,14 @@ def _dims(op: Op) -> list[int]:
     return [wrap(dim, ndim) for dim in (dims if isinstance(dims, Sequence) else [dims])]
 
 
-def _other_dims(op: Op) -> Placement:
-    """A reduction over dims that are not cut."""
+def _reduce(op: Op) -> Placement:
+    """Over dims that are not cut as it is; over the cut axis it is exchanged to a dim that stays."""
     operand = op.operands[0]
     gone = _dims(op)
     labels = [None if d in gone else d for d in range(operand.ndim)]
     keep = bool(op.arguments.get("keepdim", False))
     out = [label for d, label in enumerate(labels) if keep or d not in gone]
-    return by_labels(op, {0: labels}, [out] * len(op.outputs))
+    return by_exchange(op, {0: labels}, [out] * len(op.outputs), [None] * len(op.outputs))
 
 
 def _sum(op: Op) -> Placement:
@@ -42,7 +43,7 @@ def _sum(op: Op) -> Placement:
     layout = op.operands[0].layout
     gone = _dims(op)
     if not (isinstance(layout, Sharded) and layout.dim in gone):
-        return _other_dims(op)
+        return _reduce(op)
     return Placement((Partial(),), local=_local_sum(op, layout, gone, count=None))
 
 
@@ -51,7 +52,7 @@ def _mean(op: Op) -> Placement:
     operand = op.operands[0]
     gone = _dims(op)
     if not (isinstance(operand.layout, Sharded) and operand.layout.dim in gone):
-        return _other_dims(op)
+        return _reduce(op)
     count = product(operand.shape[d] for d in gone)
     return Placement((Partial(),), local=_local_sum(op, operand.layout, gone, count=count))
 
@@ -80,19 +81,27 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logical(op: Op) -> Placement:
-    """``any`` and ``all``: over dims that are not cut; over the cut axis they are refused."""
+    """``any`` and ``all``: over the cut axis, the ranks count the elements that are true, or false."""
     operand = op.operands[0]
     layout, gone = operand.layout, _dims(op)
     if not (isinstance(layout, Sharded) and layout.dim in gone):
-        return _other_dims(op)
-    raise NoRule(f"{op.name} over the {layout.axis.name}, which is cut over the ranks")
+        return _reduce(op)
+    is_any = op.name.startswith("aten.any")
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        decisive = edit.call(aten.ne.Scalar if is_any else aten.eq.Scalar, args["self"], 0)
+        decisive = edit.call(aten.logical_and.default, decisive, edit.real(layout, operand.ndim))
+        count = edit.call(aten.sum.dim_IntList, decisive, gone, bool(args.get("keepdim", False)))
+        return edit.call(aten.ne.Scalar if is_any else aten.eq.Scalar, edit.all_reduce(count), 0)
+
+    return Placement((WHOLE,), local=local)
 
 
 def _count_nonzero(op: Op) -> Placement:
     operand = op.operands[0]
     layout, gone = operand.layout, _dims(op)
     if not (isinstance(layout, Sharded) and layout.dim in gone):
-        return _other_dims(op)
+        return _reduce(op)
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         x = edit.call(aten.where.ScalarOther, edit.real(layout, operand.ndim), args["self"], 0)
@@ -101,34 +110,13 @@ def _count_nonzero(op: Op) -> Placement:
     return Placement((Partial(),), local=local)
 
 
-def _along(op: Op) -> Placement:
-    """Ops along one dim that keep it (cumsum, sort, topk): on slices of the other dims."""
-    operand = op.operands[0]
-    dim = wrap(op["dim"], operand.ndim)
-    labels = [None if d == dim else d for d in range(operand.ndim)]
-    return by_labels(op, {0: labels}, [labels] * len(op.outputs))
-
-
-_OTHER = (
-    "amax.default", "amin.default", "max.dim", "min.dim", "argmax.default", "argmin.default", "logsumexp.default",
-    "prod.dim_int", "prod.default", "var.dim", "var.correction", "std.dim", "std.correction", "var_mean.correction",
-    "linalg_vector_norm.default", "norm.ScalarOpt_dim", "median.dim", "std_mean.correction", "max.default",
-    "min.default",
-)  # fmt: skip
-_ALONG = (
-    "cumsum.default", "cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default", "sort.default",
-    "sort.stable", "argsort.default", "topk.default", "glu.default",
-)  # fmt: skip
-
-
-def _overloads(names: tuple[str, ...]) -> list[Any]:
-    pairs = (name.split(".") for name in names)
-    return [getattr(getattr(aten, packet), overload) for packet, overload in pairs]
-
-
+_OVER = (
+    "amax.default amin.default max.dim min.dim argmax.default argmin.default logsumexp.default prod.dim_int "
+    "prod.default var.dim var.correction std.dim std.correction var_mean.correction std_mean.correction median.dim "
+    "linalg_vector_norm.default norm.ScalarOpt_dim max.default min.default"
+)
 RULES: dict[object, Rule] = {
-    **dict.fromkeys(_overloads(_OTHER), _other_dims),
-    **dict.fromkeys(_overloads(_ALONG), _along),
+    **dict.fromkeys(overloads(_OVER), _reduce),
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cp_compile.passes.layouts import Sharded, Size, divide, local_shape, product, same
+from cp_compile.passes.layouts import Axis, Layout, Sharded, Size, carrier, divide, local_shape, product, same
 from cp_compile.passes.rules.op import LocalForm, NoRule, Op, Placement, Rule, by_labels, dims_as_labels, wrap
 
 if TYPE_CHECKING:
@@ -46,14 +46,21 @@ def _view(op: Op) -> Placement:
     if not same(product(operand.shape), product(op.shape)) or any(size == 0 for size in op.shape):
         raise NoRule(f"{op.name} of an empty tensor")
     moved = follow(layout, operand.shape, op.shape)
+    wants: dict[int, Layout] = {}
     if moved is None:
-        raise NoRule(
-            f"{op.name} from {list(operand.shape)} to {list(op.shape)} cuts the {layout.axis.name} "
-            f"(dim {layout.dim}, {layout.axis.size} long) into pieces, across the ranks' chunks"
-        )
+        # Another dim, which the view leaves whole, takes the cut (scores [B * H, S, S] that become [B, H, S, S]).
+        other = carrier(operand.shape, [layout.dim], op.cp_size)
+        cut = None if other is None else Sharded(other, Axis.cut(operand.shape[other], op.cp_size, "channels"))
+        moved = follow(cut, operand.shape, op.shape) if cut else None
+        if cut is None or moved is None:
+            raise NoRule(
+                f"{op.name} from {list(operand.shape)} to {list(op.shape)} cuts the {layout.axis.name} "
+                f"(dim {layout.dim}, {layout.axis.size} long) into pieces, across the ranks' chunks"
+            )
+        wants[operand.index] = cut
     shape = local_shape(op.shape, moved)
     form: LocalForm = lambda edit, node, args: edit.call(aten.reshape.default, args["self"], edit.sizes(shape))
-    return Placement((moved,), local=form)
+    return Placement((moved,), wants, local=form)
 
 
 def _permuted(op: Op, order: list[int]) -> Placement:

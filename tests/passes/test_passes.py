@@ -19,7 +19,7 @@ from cp_compile.options import Options
 from cp_compile.passes import PIPELINE, Context, rewrite
 from cp_compile.passes.check import check, check_edges
 from cp_compile.passes.editor import COLLECTIVES
-from cp_compile.passes.layouts import WHOLE, Axis, Partial, PerQueryHead, Sharded
+from cp_compile.passes.layouts import WHOLE, Axis, Partial, PerQueryHead, Sharded, carrier
 from cp_compile.passes.moves import can_move, next_move
 from cp_compile.passes.pipeline import check_order
 from cp_compile.passes.rules.attention import kv_heads_per_rank
@@ -211,7 +211,7 @@ def edited(edit: Callable[[GraphModule], None]) -> GraphModule:
     """A rewritten graph, up to the final check, with one edit."""
     module, context = run_until(lm_graph(), "overlap")
     edit(module)
-    check_edges(module, frozenset({"reduce", "gather", "exchange", "slice"}))
+    check_edges(module, context, frozenset({"reduce", "gather", "exchange", "slice"}))
     return check(module, context)
 
 
@@ -279,21 +279,37 @@ def test_inserted_nodes_say_where_they_come_from() -> None:
 def test_the_table_of_moves() -> None:
     sequence, heads = Sharded(2, Axis.cut(13, 2)), Sharded(1, Axis.cut(4, 2, "heads"))
     per_head = PerQueryHead(1, 4, 1, 1)
-    assert next_move(sequence, sequence) is None
-    assert next_move(WHOLE, sequence) == ("slice", sequence)
-    assert next_move(WHOLE, per_head) == ("slice", per_head)
-    assert next_move(sequence, heads) == ("exchange", heads)
-    assert next_move(sequence, per_head) == ("exchange", per_head)
-    assert next_move(Partial(), WHOLE) == ("reduce", WHOLE)
-    assert next_move(Partial(), sequence) == ("reduce", WHOLE)
-    assert next_move(sequence, WHOLE) == ("gather", WHOLE)
-    assert next_move(sequence, Sharded(2, Axis.cut(12, 2))) == ("gather", WHOLE)
-    assert can_move(sequence, heads, gather=False)
-    assert not can_move(sequence, WHOLE, gather=False)
-    assert can_move(sequence, WHOLE, gather=True)
-    assert not can_move(per_head, WHOLE, gather=True)
+    shape = (2, 4, 13, 8)
+    move = lambda have, want, shape=shape: next_move(have, want, shape, 2)
+    assert move(sequence, sequence) is None
+    assert move(WHOLE, sequence) == ("slice", sequence)
+    assert move(WHOLE, per_head) == ("slice", per_head)
+    assert move(sequence, heads) == ("exchange", heads)
+    assert move(sequence, per_head) == ("exchange", per_head)
+    assert move(Partial(), WHOLE) == ("reduce", WHOLE)
+    assert move(Partial(), sequence) == ("reduce", WHOLE)
+    assert move(sequence, WHOLE) == ("gather", WHOLE)
+    other = Sharded(2, Axis.cut(12, 2))
+    assert move(sequence, other) == ("exchange", heads)
+    assert move(sequence, other, (1, 1, 13, 1)) == ("gather", WHOLE)
+    assert can_move(sequence, heads, shape, 2, gather=False)
+    assert can_move(sequence, other, shape, 2, gather=False)
+    assert not can_move(sequence, WHOLE, shape, 2, gather=False)
+    assert can_move(sequence, WHOLE, shape, 2, gather=True)
+    assert not can_move(per_head, WHOLE, shape, 2, gather=True)
     with pytest.raises(InvariantError, match="no move leads from"):
-        next_move(per_head, WHOLE)
+        move(per_head, WHOLE)
+
+
+def test_what_carries_a_cut() -> None:
+    """Heads in front of the sequence, then what the ranks divide, then the largest; nothing that is too small."""
+    assert carrier((2, 4, 13, 64), [2], 4) == 1
+    assert carrier((2, 3, 13, 64), [2], 4) == 3
+    assert carrier((8, 13, 64), [1], 4) == 2
+    assert carrier((8, 13, 6), [1], 4) == 0
+    assert carrier((2, 13, 6), [1], 4) == 2
+    assert carrier((2, 13, 3), [1], 4) is None
+    assert carrier((2, 13, 8), [1, 2], 2) == 0
 
 
 @pytest.mark.parametrize(

@@ -218,53 +218,6 @@ def test_nothing_to_pad(name: str) -> None:
     check(function, inputs, cut, cp_size=5)
 
 
-MIXED: dict[str, Case] = {
-    "cumsum": (lambda a: a.cumsum(1), [x()], {0: 1}),
-    "flip": (lambda a: a.flip(1), [x()], {0: 1}),
-    "roll": (lambda a: a.roll(1, 1), [x()], {0: 1}),
-    "sort": (lambda a: a.sort(1).values, [x()], {0: 1}),
-    "softmax": (lambda a: a.softmax(1), [x()], {0: 1}),
-    "token shift": (lambda a: a - F.pad(a, (0, 0, 1, -1)), [x()], {0: 1}),
-    "neighbours": (lambda a: a[:, 1:] - a[:, :-1], [x()], {0: 1}),
-    "every other": (lambda a: a[:, ::2], [x()], {0: 1}),
-    "attention by hand": (lambda a: (a @ a.mT).softmax(-1) @ a, [x()], {0: 1}),
-    "conv": (lambda a, w: F.conv1d(a.mT, w, padding=1), [x(), x(D, D, 3)], {0: 1}),
-    "layer_norm over it": (lambda a: F.layer_norm(a, (S, D)), [x()], {0: 1}),
-    "amax": (lambda a: a.amax(1), [x()], {0: 1}),
-    "var": (lambda a: a.var(1), [x()], {0: 1}),
-    "cat": (lambda a, b: torch.cat((a, b), 1), [x(), OTHER], {0: 1}),
-    "split": (lambda a: a.split(2, 1)[0], [x()], {0: 1}),
-    "cut into pieces": (lambda a: a.reshape(B, 2, 3, D), [x(B, 6, D)], {0: 1}),
-    "key and value heads": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
-        [x(B, 4, S, 3), x(B, 1, S, 3, seed=1), x(B, 4, S, 3, seed=2)],
-        {0: 2, 1: 2, 2: 2},
-    ),
-    "keys of fewer dims": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
-        [x(2, S, 3), x(2, 2, S, 3, seed=1), x(2, 2, S, 3, seed=2)],
-        {0: 1, 1: 2, 2: 2},
-    ),
-    "scale_grad_by_freq": (lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), [ids(), x(D, 3)], {0: 1}),
-}
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_refused_where_positions_mix(name: str) -> None:
-    function, inputs, cut = MIXED[name]
-    with pytest.raises(RefusedError, match=r"(?s)(aten\.|attention|slice|embedding).*remedy: "):
-        check(function, inputs, cut, fallback="refuse")
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_gathered_where_asked_for(name: str) -> None:
-    """The same ops are exact, at the price of a gather."""
-    function, inputs, cut = MIXED[name]
-    # Behind an op: an input itself is whole already.
-    computed = lambda *values: function(values[0].clone(), *values[1:])
-    assert check(computed, inputs, cut, fallback="gather")["all_gather_into_tensor"] >= 1
-
-
 def test_heads_that_do_not_divide_are_gathered_where_asked_for() -> None:
     inputs = [x(B, 3, S, 4, seed=i) for i in range(3)]
     attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)

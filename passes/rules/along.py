@@ -1,0 +1,49 @@
+"""Ops along a dim that they keep: scans, sorts, flips, rolls, pads. Along the cut axis they are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from cp_compile.passes.rules.carried import by_exchange
+from cp_compile.passes.rules.op import Op, Placement, Rule, dims_as_labels, overloads, wrap
+
+__all__ = ["RULES", "along"]
+
+aten = torch.ops.aten
+
+
+def along(op: Op, dims: Collection[int]) -> Placement:
+    """An op of one tensor that mixes ``dims`` and keeps them all."""
+    labels = dims_as_labels(op.operands[0], blocked=dims)
+    return by_exchange(op, {0: labels}, [labels] * len(op.outputs))
+
+
+def _along_one(op: Op) -> Placement:
+    return along(op, [wrap(op["dim"], op.operands[0].ndim)])
+
+
+def _along_some(op: Op) -> Placement:
+    """``flip`` and ``roll``."""
+    ndim = op.operands[0].ndim
+    return along(op, [wrap(dim, ndim) for dim in op["dims"] or range(ndim)])
+
+
+def _pad(op: Op) -> Placement:
+    """``F.pad``: a token shift is a pad by 1 in front and by -1 behind."""
+    ndim = op.operands[0].ndim
+    return along(op, sorted({ndim - 1 - i // 2 for i, pad in enumerate(op["pad"]) if pad != 0}))
+
+
+_ONE = (
+    "cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default sort.default sort.stable "
+    "argsort.default topk.default glu.default"
+)
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(overloads(_ONE), _along_one),
+    aten.flip.default: _along_some,
+    aten.roll.default: _along_some,
+    aten.pad.default: _pad,
+    aten.constant_pad_nd.default: _pad,
+}
