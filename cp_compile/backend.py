@@ -54,7 +54,8 @@ def cp_ulysses(
         peers.refuse(str(error))
         raise
     fingerprint = graph_hash(program.module)
-    inputs = [*example_inputs, rank_tensor(group, program.device)]
+    rank = rank_tensor(group, program.device)
+    inputs = [*example_inputs, *([torch.zeros_like(rank)] if program.draws else []), rank]
     with no_autocast(), no_fallback(f"compiler {parsed.compiler!r}"):
         compiled = _compile(program.module, inputs, parsed, mode)
     return run_wrapper(
@@ -62,6 +63,7 @@ def cp_ulysses(
         group,
         program.outputs,
         device=program.device,
+        draws=program.draws,
         shards=parsed.outputs,
         mean_gradient=[i for i, value in enumerate(example_inputs) if _is_input_with_grad(value)],
         check=lambda inputs: peers.compare(fingerprint, program.names, inputs),
@@ -74,9 +76,9 @@ class Program:
     """A rewritten graph.
 
     Attributes:
-        module: the graph of one rank; its last input is the rank.
+        module: the graph of one rank; its last inputs are the seed, if it draws random numbers, and the rank.
         outputs: how each output comes back.
-        names: the inputs but for the rank, as the user would write them.
+        names: the inputs but for the seed and the rank, as the user would write them.
     """
 
     module: GraphModule
@@ -88,6 +90,11 @@ class Program:
         """Where the rank input lives."""
         return self.module.graph.find_nodes(op="placeholder")[-1].meta["val"].device  # type: ignore[no-any-return]
 
+    @property
+    def draws(self) -> bool:
+        """Whether it takes a seed."""
+        return any(node.meta.get("cp_seed") for node in self.module.graph.find_nodes(op="placeholder"))
+
 
 def build_program(
     graph_module: GraphModule, example_inputs: Sequence[Any], cp_size: int, group_name: str, options: Options
@@ -98,8 +105,12 @@ def build_program(
     with no_fallback("the rewrite"):
         module = rewrite(module, context)
     placeholders = module.graph.find_nodes(op="placeholder")
-    names = tuple(str(node.meta["cp_input"]) for node in placeholders[:-1])
+    names = tuple(str(node.meta["cp_input"]) for node in placeholders if not _is_ours(node))
     return Program(module, tuple(context.outputs), names)
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    return bool(node.meta.get("cp_seed") or node.meta.get("cp_rank"))
 
 
 def _is_input_with_grad(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The wrapper around the compiled graph: what is not graph.
 
-It hands in the rank, checks the peers, trims pads off shards and wraps them, and scales gradients at the edges:
-the tangent of a shard is the gradient of the whole loss, and inside each rank computes cp times its share.
+It hands in the rank and a seed, checks the peers, trims pads off shards and wraps them, and scales gradients at the
+edges: the tangent of a shard is the gradient of the whole loss, and inside each rank computes cp times its share.
 """
 
 from __future__ import annotations
@@ -69,12 +69,20 @@ def trim(value: torch.Tensor, output: Output, size: int, rank: int, cp_size: int
     return rows.flatten(output.dim, output.dim + 2)
 
 
+def _agreed_seed(group: Group, device: torch.device) -> torch.Tensor:
+    """A seed from torch's generator, that of the group's first rank on every rank."""
+    seed = torch.randint(1 << 62, (), device=device)
+    dist.broadcast(seed, group=group.process_group, group_src=0)
+    return seed
+
+
 def run_wrapper(
     compiled: Callable[..., Sequence[Any]],
     group: Group,
     outputs: Sequence[Output],
     *,
     device: torch.device,
+    draws: bool,
     shards: str,
     mean_gradient: Sequence[int],
     check: Callable[[Sequence[Any]], None] | None,
@@ -83,10 +91,11 @@ def run_wrapper(
     """The function that Dynamo calls in place of the graph.
 
     Args:
-        compiled: the compiled graph: the inputs and the rank in, the outputs and run-time sizes out.
+        compiled: the compiled graph: the inputs, a seed and the rank in, the outputs and run-time sizes out.
         group: the context-parallel group.
         outputs: how each output comes back.
         device: where the rank lives.
+        draws: whether the graph takes a seed in front of the rank.
         shards: the ``outputs`` option.
         mean_gradient: positions of the inputs, not parameters, that require grad.
         check: compares the peers, given the inputs.
@@ -104,6 +113,8 @@ def run_wrapper(
         for position in mean_gradient:
             if given[position].requires_grad:
                 given[position] = _MeanGradient.apply(given[position], group)
+        if draws:
+            given.append(_agreed_seed(group, device))
         # Casts are nodes of the graph already.
         with no_autocast():
             results = list(compiled(*given, rank))

@@ -73,13 +73,16 @@ class Simulation:
     """A rewritten graph, run on all ranks at once.
 
     Args:
-        module: the rewritten graph; its last input is the rank.
+        module: the rewritten graph; its last inputs are the seed, if it draws random numbers, and the rank.
         outputs: how each output comes back.
         cp_size: ranks.
+        seed: of the random draws.
     """
 
-    def __init__(self, module: GraphModule, outputs: Sequence[Output], cp_size: int) -> None:
+    def __init__(self, module: GraphModule, outputs: Sequence[Output], cp_size: int, seed: int = 0) -> None:
         self.module = module
+        draws = any(node.meta.get("cp_seed") for node in module.graph.find_nodes(op="placeholder"))
+        self.seed = [torch.tensor(seed)] if draws else []
         self.outputs = tuple(outputs)
         self.cp_size = cp_size
         self.exchanges = Exchanges({}, {})
@@ -92,9 +95,10 @@ class Simulation:
         """Local inputs and local outputs of all ranks, with the autograd graph between them."""
         with LocalTensorMode(self.cp_size) as mode, _Counter(self.exchanges.forward, self.exchanges):
             local = [_spread(mode, value) for value in inputs]
+            seed = [_spread(mode, value) for value in self.seed]
             rank = mode.rank_map(lambda r: torch.tensor(r, dtype=torch.int64))
             with torch.enable_grad():
-                results = self.module(*local, rank)
+                results = self.module(*local, *seed, rank)
         return local, list(results)
 
     def write_back(self, inputs: Sequence[Any], local: Sequence[Any]) -> None:

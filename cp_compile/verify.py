@@ -140,6 +140,11 @@ def _verify(
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         check_dynamo_state(graph_module, inputs)
         program = build_program(graph_module, inputs, cp_size, group, options)
+        if program.draws:
+            raise RefusedError(
+                "the model draws random numbers, which are others in each run",
+                "verify it in eval mode, or with its probabilities at 0",
+            )
         # The module is a closure variable of `call`.
         names = [name.removeprefix("model.") for name in program.names]
         named = zip(names, inputs, strict=True)

@@ -98,11 +98,19 @@ class Editor:
     @property
     def rank(self) -> Node:
         """The rank: an input, a 0-dim int64 tensor, so that the graph is the same on every rank."""
+        return self._bound("cp_rank", "bind_rank")
+
+    @property
+    def seed(self) -> Node:
+        """The seed of the step, a 0-dim int64 tensor, the same on every rank."""
+        return self._bound("cp_seed", "bind_seed")
+
+    def _bound(self, name: str, by: str) -> Node:
         inputs: list[Node] = self.graph.find_nodes(op="placeholder")
         for node in inputs:
-            if node.meta.get("cp_rank"):
+            if node.meta.get(name):
                 return node
-        raise InvariantError("the graph has no rank input: the pass 'bind_rank' did not run")
+        raise InvariantError(f"the graph has no input {name!r}: the pass {by!r} did not run")
 
     @property
     def device(self) -> torch.device:

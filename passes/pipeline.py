@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from cp_compile.errors import InvariantError
 from cp_compile.passes.bind_rank import bind_rank
+from cp_compile.passes.bind_seed import bind_seed
 from cp_compile.passes.check import check, check_edges
 from cp_compile.passes.context import Context
 from cp_compile.passes.exchange import exchange
@@ -44,11 +45,12 @@ class PassStep:
 PIPELINE: tuple[PassStep, ...] = (
     PassStep(place, requires=("global",), provides=("layouts",)),
     PassStep(bind_rank, requires=("global",), provides=("rank",)),
+    PassStep(bind_seed, requires=("layouts", "rank"), provides=("seed",)),
     PassStep(reduce_partial, requires=("layouts",), provides=("reduce",), kind="reduce"),
     PassStep(gather, requires=("layouts", "reduce"), provides=("gather",)),
     PassStep(exchange, requires=("layouts", "rank", "reduce", "gather"), provides=("exchange",)),
     PassStep(slice_whole, requires=("layouts", "rank", "reduce", "gather"), provides=("slice",), kind="slice"),
-    PassStep(localise, requires=("reduce", "gather", "exchange", "slice"), provides=("local",)),
+    PassStep(localise, requires=("seed", "reduce", "gather", "exchange", "slice"), provides=("local",)),
     PassStep(return_sizes, requires=("layouts",)),
     PassStep(overlap, requires=("local",)),
     PassStep(check, requires=("local",), provides=("checked",)),

@@ -42,6 +42,7 @@ def place(module: GraphModule, context: Context) -> GraphModule:
     seeds = context.seeds
     if seeds is None:
         seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
+    number = 0
     for node, (placement, operands) in _propagate(module, seeds, context, refuse=True):
         node.meta["cp_layout"] = placement.out
         node.meta["cp_shown"] = placement.deliver or placement.out
@@ -49,6 +50,8 @@ def place(module: GraphModule, context: Context) -> GraphModule:
         node.meta["cp_local"] = placement.local
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta["cp_arguments"] = schema_arguments(node)
+            if draws(read_op(node, lambda _: WHOLE, context.cp_size)):
+                node.meta["cp_draw"] = number = number + 1
     _place_outputs(module, context)
     return module
 
@@ -81,7 +84,7 @@ def _propagate(
                     attends=query.size if isinstance(query, Sharded) and query.dim == rows else None,
                 )
             elif not refuse or (found.placement and context.options.fallback == "gather"):
-                placement = _whole(node, operands)
+                placement = _place_whole(node, operands, context)
             else:
                 raise RefusedError.at(node, found.reason, found.remedy) from None
         wants = {i: placement.wants.get(i, shown[source][0]) for i, source in enumerate(operands)}
@@ -108,10 +111,8 @@ def _place_node(
         return seeds[node] if node in seeds and source is node.args[1] else layout
 
     op = read_op(node, layout_of, context.cp_size)
-    if draws(op):
-        raise no_draw(op)
     if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
-        return _whole(node, operands)
+        return _whole_draw(op) if draws(op) else _whole(node, operands)
     if node.target is aten.copy_.default:
         raise NoRule(
             f"input {operands[0].meta.get('cp_input')!r} is updated with a value that is cut over the ranks, so that "
@@ -119,6 +120,8 @@ def _place_node(
             "update it with a value that is the same on every rank (a mean over the sequence, a count)",
         )
     rule = RULES.get(node.target)
+    if rule is None and draws(op):
+        raise no_draw(op)
     if rule is None:
         raise NoRule(f"{op.name} has no rule for a value whose {_cut_name(op)} is cut over the ranks")
     return rule(op)
@@ -149,6 +152,23 @@ def _check_moves(
 
 def _cut_name(op: Op) -> str:
     return next(o.layout.axis.name for o in op.operands if isinstance(o.layout, Sharded))
+
+
+def _place_whole(node: Node, operands: list[Node], context: Context) -> Placement:
+    """The op as it is, on whole operands."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        op = read_op(node, lambda _: WHOLE, context.cp_size)
+        if draws(op):
+            return replace(_whole_draw(op), wants=dict.fromkeys(range(len(operands)), WHOLE))
+    return _whole(node, operands)
+
+
+def _whole_draw(op: Op) -> Placement:
+    """A draw that every rank makes alike."""
+    rule = RULES.get(op.target)
+    if rule is None:
+        raise no_draw(op)
+    return rule(op)
 
 
 def _whole(node: Node, operands: list[Node]) -> Placement:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from cp_compile.passes.heads import head_of_query
 from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, Size
 from cp_compile.passes.rules.op import LocalForm, NoRule, Op, Operand, Placement, Rule
-from cp_compile.passes.rules.random import draws, no_draw
+from cp_compile.passes.rules.random import draws, dropped
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -28,13 +28,12 @@ def is_attention(target: object) -> bool:
 
 def _sdpa(op: Op) -> Placement:
     """``query [*, H, S, d], key [*, K, T, d], value [*, K, T, e] -> [*, H, S, e]``, ``H / cp`` heads a rank."""
-    if draws(op):
-        raise no_draw(op)
     query = op["query"]
     layout = query.layout
     if not isinstance(layout, Sharded):
         if all(not isinstance(operand.layout, Sharded) for operand in op.operands):
-            return Placement((WHOLE,), {operand.index: WHOLE for operand in op.operands})
+            local = _local_form(op, WHOLE, {})
+            return Placement((WHOLE,), {operand.index: WHOLE for operand in op.operands}, local=local)
         # Learned queries, or image queries, on the sequence: they are the same on every rank, and so is the result.
         return by_heads(op, WHOLE)
     if layout.dim == query.ndim - 2:
@@ -71,7 +70,7 @@ def by_heads(op: Op, shown: Layout) -> Placement:
         gathers = frozenset([mask.index])
     kv_layouts = {name: wants[op[name].index] for name in ("key", "value")}
     few = {name: kv for name, kv in kv_layouts.items() if isinstance(kv, PerQueryHead)}
-    local = _expanded(few) if few else None
+    local = _local_form(op, cut, few)
     length = query.shape[-2] if isinstance(shown, Sharded) else None
     return Placement((cut,), wants, (shown,), gathers, local=local, attends=length)
 
@@ -89,15 +88,50 @@ def kv_heads_per_rank(query_heads: int, kv_heads: int, cp_size: int) -> int:
     return max((rank * share + share - 1) // group - rank * share // group + 1 for rank in range(cp_size))
 
 
-def _expanded(few: Mapping[str, PerQueryHead]) -> LocalForm:
-    """Each local query head is given the kv head that it uses."""
+def _local_form(op: Op, layout: Layout, few: Mapping[str, PerQueryHead]) -> LocalForm | None:
+    """What a rank runs, where it is not the op itself.
+
+    Args:
+        op: the attention.
+        layout: of its result.
+        few: the operands with the kv heads of this rank's query heads: each query head is given the one that it uses.
+    """
+    if not few and not draws(op):
+        return None
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         for name, kv in few.items():
             args[name] = edit.call(aten.index_select.default, args[name], kv.dim, head_of_query(edit, kv))
-        return edit.call_like(node, {**args, "enable_gqa": False} if len(few) == 2 else args)
+        if len(few) == 2:
+            args["enable_gqa"] = False
+        return _with_dropout(edit, node, args, op, layout) if draws(op) else edit.call_like(node, args)
 
     return local
+
+
+def _with_dropout(edit: Editor, node: Node, args: dict[str, Any], op: Op, layout: Layout) -> Node:
+    """Attention written out, since a fused kernel draws from torch's own generator."""
+    query, key, value, mask = (args[name] for name in ("query", "key", "value", "attn_mask"))
+    if args["enable_gqa"]:
+        group = op["query"].shape[-3] // op["key"].shape[-3]
+        key, value = (edit.call(aten.repeat_interleave.self_int, x, group, -3) for x in (key, value))
+    rows, width = op["query"].shape[-2:]
+    columns = op["key"].shape[-2]
+    scale = op["scale"]
+    query = edit.call(aten.mul.Tensor, query, float(width) ** -0.5 if scale is None else scale)
+    scores = edit.call(aten.matmul.default, query, edit.call(aten.transpose.int, key, -2, -1))
+    if op["is_causal"]:
+        ones = edit.call(aten.ones.default, edit.sizes([rows, columns]), dtype=torch.bool, device=edit.device)
+        mask = edit.call(aten.tril.default, ones)
+    if mask is not None and (op["is_causal"] or op["attn_mask"].dtype == torch.bool):
+        scores = edit.call(aten.where.ScalarOther, mask, scores, float("-inf"))
+    elif mask is not None:
+        scores = edit.call(aten.add.Tensor, scores, mask)
+    weights = edit.call(aten._safe_softmax.default, scores, -1)
+    shape = (*op.shape[:-2], rows, columns)
+    dtype = op["query"].dtype
+    weights, _ = dropped(edit, node, weights, shape, layout, float(op["dropout_p"]), dtype)
+    return edit.call(aten.matmul.default, weights, value)
 
 
 def _on_a_batch_slice(op: Op, layout: Sharded) -> Placement:
@@ -112,7 +146,7 @@ def _on_a_batch_slice(op: Op, layout: Sharded) -> Placement:
         dim = layout.dim - (query.ndim - mask.ndim)
         cut = dim >= 0 and mask.shape[dim] != 1
         wants[mask.index] = layout.at(dim) if cut else WHOLE
-    return Placement((layout,), wants)
+    return Placement((layout,), wants, local=_local_form(op, layout, {}))
 
 
 def _int(size: Size, what: str) -> int:

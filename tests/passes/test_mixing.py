@@ -186,9 +186,9 @@ def test_exact_without_leave_to_gather(name: str, cp_size: int) -> None:
 
 # What is gathered at 4 ranks: small results, and what no dim can carry (a batch of 2, one head, three heads).
 GATHERED = {
-    **{name: 2 for name in ("amax", "ties", "max", "var", "norm", "by hand, grouped")},
-    **{name: 1 for name in ("max, kept", "argmax", "norm over it", "expert choice", "learned queries")},
-    **{name: 1 for name in ("by hand, one head", "by hand, three heads", "a mask of hidden states")},
+    **dict.fromkeys(("amax", "ties", "max", "var", "norm", "by hand, grouped"), 2),
+    **dict.fromkeys(("max, kept", "argmax", "norm over it", "expert choice", "learned queries"), 1),
+    **dict.fromkeys(("by hand, one head", "by hand, three heads", "a mask of hidden states"), 1),
 }
 
 

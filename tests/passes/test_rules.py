@@ -226,14 +226,6 @@ def test_heads_that_do_not_divide_are_gathered_where_asked_for() -> None:
     check(attention, inputs, {0: 2, 1: 2, 2: 2}, fallback="gather")
 
 
-def test_dropout_of_zero_is_the_identity_and_others_are_refused() -> None:
-    check(lambda a: F.dropout(a, 0.0), [x()], {0: 1})
-    check(lambda a: F.dropout(a, 0.5, training=False), [x()], {0: 1})
-    for fallback in ("refuse", "gather"):  # run whole, each rank would drop other elements
-        with pytest.raises(RefusedError, match=r"random numbers.*\n.*\n.*eval mode"):
-            check(lambda a: F.dropout(a, 0.5), [x()], {0: 1}, fallback=fallback)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_means_in_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     big = (x(1, 3000, 61) * 6).to(dtype)
@@ -244,8 +236,3 @@ def test_means_in_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
         assert value.dtype == dtype
         assert torch.isfinite(value)
         assert abs(value.item() - right.item()) <= 0.02 * right.item()
-
-
-def test_a_native_dropout_without_a_mode_draws() -> None:
-    with pytest.raises(RefusedError, match="random numbers"):
-        check(lambda a: torch.native_dropout(a, 0.5, None)[0], [x()], {0: 1})
