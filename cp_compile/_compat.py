@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -30,6 +33,7 @@ __all__ = [
     "active_ddp_module",
     "autocast_kernel",
     "current_mesh",
+    "eager_frames",
     "enable_python_dispatcher",
     "exceptions_allowed_to_be_fallback",
     "fake_process_group",
@@ -38,6 +42,8 @@ __all__ = [
     "group_store",
     "known_true",
     "no_autocast",
+    "proxy_tracer",
+    "set_attention_kernels",
     "sympy_interp",
     "to_functional",
     "was_mutated",
@@ -111,6 +117,35 @@ def frame_compile_number() -> int:
     compile_id = CompileContext.current_compile_id()
     number = getattr(compile_id, "frame_compile_id", None)
     return int(number or 0)
+
+
+def eager_frames() -> list[Any]:
+    """The frames, innermost first, that run eagerly between ``torch.compile``'s wrapper and the frame being compiled.
+
+    Dynamo leaves a frame that it cannot trace to Python, and compiles the functions that it calls one by one.
+    """
+    frame: Any = sys._getframe()
+    files = []
+    while frame is not None and not frame.f_code.co_filename.endswith("convert_frame.py"):
+        frame = frame.f_back
+    while frame is not None and not frame.f_code.co_filename.endswith(os.path.join("_dynamo", "eval_frame.py")):
+        files.append(frame)
+        frame = frame.f_back
+    library = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.__file__) + os.sep + "contextlib")
+    return [frame for frame in files if not frame.f_code.co_filename.startswith(library)]
+
+
+def set_attention_kernels(backends: Sequence[Any], set_priority: bool) -> None:
+    """Enables these kernels of scaled_dot_product_attention and no others, until the next call."""
+    torch.nn.attention._sdpa_kernel(backends, set_priority)
+
+
+def proxy_tracer() -> Any:
+    """The tracer of the ``make_fx`` that is running, or ``None``."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
 
 
 def fake_process_group(size: int) -> None:

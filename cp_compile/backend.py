@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from cp_compile._compat import active_ddp_module, exceptions_allowed_to_be_fallback, frame_compile_number, no_autocast
+from cp_compile._compat import (
+    active_ddp_module,
+    eager_frames,
+    exceptions_allowed_to_be_fallback,
+    frame_compile_number,
+    no_autocast,
+)
 from cp_compile.capture import capture
 from cp_compile.errors import CPError, InvariantError, RefusedError
 from cp_compile.group import find_group, rank_tensor
@@ -140,8 +147,33 @@ def no_fallback(what: str) -> Iterator[None]:
         raise InvariantError(f"{what} met {type(error).__name__}: {error}") from error
 
 
+def _check_frames() -> None:
+    """Refuses a piece of a model whose caller runs eagerly: each piece would be cut on its own."""
+    frames = eager_frames()
+    if not frames:
+        return
+    frame = frames[0]
+    modules = [value for f in frames for value in f.f_locals.values() if isinstance(value, torch.nn.Module)]
+    parts = [part for module in modules for part in module.modules()]
+    remedy = (
+        "take what Dynamo skips out of the forward (torch._dynamo.explain shows it; fullgraph=True makes it an error)"
+    )
+    if any(isinstance(part, torch.nn.RNNBase) for part in parts) and not torch._dynamo.config.allow_rnn:
+        remedy = "the model holds a recurrent layer: set torch._dynamo.config.allow_rnn = True"
+    elif any(hasattr(part, "set_requires_gradient_sync") for part in parts):
+        remedy = "with FSDP2, call fully_shard on the root only: Dynamo skips the hooks of blocks that are wrapped"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    raise RefusedError(
+        f"the model does not trace as one graph: {frame.f_code.co_name} runs eagerly, and the functions that it calls "
+        "are compiled one by one",
+        remedy,
+        line=f"{file}:{line} ({linecache.getline(file, line).strip()})",
+    )
+
+
 def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
     """Refuses what Dynamo would do around the graph that makes a rewrite of it wrong."""
+    _check_frames()
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         frame = reason.user_stack[-1] if reason.user_stack else None

@@ -10,10 +10,10 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cp_compile._compat import exceptions_allowed_to_be_fallback
+from cp_compile._compat import exceptions_allowed_to_be_fallback, proxy_tracer, set_attention_kernels
 from cp_compile.errors import RefusedError, user_line
 
-__all__ = ["DATA_DEPENDENT", "REGIONS", "Inliner"]
+__all__ = ["DATA_DEPENDENT", "REGIONS", "Inliner", "use_attention_kernels"]
 
 DATA_DEPENDENT = "take data-dependent values (.item(), nonzero, boolean indexing) out of the forward"
 
@@ -120,11 +120,27 @@ def _autocast_region(
         _restore_autocast(before)
 
 
+@torch.fx.node.has_side_effect
+def use_attention_kernels(names: Sequence[str], set_priority: bool) -> None:
+    """What ``torch.nn.attention.sdpa_kernel`` does at its ends: a node that stands where the user's context did.
+
+    Whatever runs or traces the graph again then chooses among these kernels up to the next such node.
+    """
+    backends = [getattr(torch.nn.attention.SDPBackend, name) for name in names]
+    set_attention_kernels(backends, set_priority)
+
+
+def _attention_kernels(run: Inliner, names: Sequence[str], set_priority: bool = False) -> Any:
+    return proxy_tracer().create_node("call_function", use_attention_kernels, (tuple(names), set_priority), {})
+
+
 REGIONS: dict[str, Callable[..., Any]] = {
     "tag_activation_checkpoint": _checkpoint_region,
     "wrap_activation_checkpoint": _checkpoint_region,
     "wrap_with_set_grad_enabled": _grad_region,
     "wrap_with_autocast": _autocast_region,
+    "_backend_from_string": lambda run, name: name,
+    "_sdpa_kernel": _attention_kernels,
     "_enter_autocast": Inliner.enter_autocast,
     "_exit_autocast": Inliner.exit_autocast,
 }

@@ -33,8 +33,15 @@ def graph_hash(module: GraphModule) -> str:
         if node.op == "get_attr":
             constant = getattr(module, str(node.target), None)
             shape = f" {tensor_digest(constant)}" if isinstance(constant, torch.Tensor) else ""
-        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}{shape}")
+        lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs}{shape}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _name(target: Any) -> str:
+    """Of a graph target, without an address in it."""
+    if isinstance(target, (str, torch._ops.OpOverload)):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 @torch.no_grad()

@@ -83,10 +83,10 @@ def _propagate(
                     dict(enumerate(shown[source][0] for source in operands)),
                     attends=query.size if isinstance(query, Sharded) and query.dim == rows else None,
                 )
-            elif not refuse or (found.placement and context.options.fallback == "gather"):
-                placement = _place_whole(node, operands, context)
+            elif not refuse:
+                placement = _whole(node, operands)
             else:
-                raise RefusedError.at(node, found.reason, found.remedy) from None
+                placement = _gathered(node, operands, found, context)
         wants = {i: placement.wants.get(i, shown[source][0]) for i, source in enumerate(operands)}
         placement = replace(placement, wants=wants)
         if node.target is operator.getitem:
@@ -154,13 +154,19 @@ def _cut_name(op: Op) -> str:
     return next(o.layout.axis.name for o in op.operands if isinstance(o.layout, Sharded))
 
 
-def _place_whole(node: Node, operands: list[Node], context: Context) -> Placement:
-    """The op as it is, on whole operands."""
-    if isinstance(node.target, torch._ops.OpOverload):
+def _gathered(node: Node, operands: list[Node], found: NoRule, context: Context) -> Placement:
+    """The op as it is, on whole operands, where the user allows it; else the refusal."""
+    if found.placement and context.options.fallback == "gather":
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return _whole(node, operands)
         op = read_op(node, lambda _: WHOLE, context.cp_size)
-        if draws(op):
+        if not draws(op):
+            return _whole(node, operands)
+        try:
             return replace(_whole_draw(op), wants=dict.fromkeys(range(len(operands)), WHOLE))
-    return _whole(node, operands)
+        except NoRule as no_draw:
+            found = no_draw
+    raise RefusedError.at(node, found.reason, found.remedy) from None
 
 
 def _whole_draw(op: Op) -> Placement:
