@@ -6,6 +6,7 @@ mean(h, [1])              cut in dim 1            ->    sum(where(real, h, 0), [
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
@@ -13,6 +14,7 @@ from cp_compile.passes.editor import Editor, schema_arguments
 
 __all__ = ["localise"]
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _KEPT = ("val", "cp_layout", "cp_shown", "cp_moved")
 
 
@@ -20,6 +22,9 @@ def localise(module: GraphModule, context: Context) -> GraphModule:
     """Replaces each op by its local form. Idempotent: a replaced op has none."""
     edit = Editor(module, context, "localise")
     for node in list(module.graph.nodes):
+        if node.target in _VIEWS:
+            # What a move delivers has other strides than the value in the user's program.
+            node.target = torch.ops.aten.reshape.default
         form = node.meta.get("cp_local")
         if form is None:
             continue

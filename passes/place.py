@@ -33,6 +33,7 @@ from cp_compile.passes.sequence import find_sequence
 __all__ = ["Seeds", "place"]
 
 aten = torch.ops.aten
+_STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 Seeds = Mapping[Node, Sharded]
 """Where the sequence starts: an input of hidden states, or the embedding whose indices are cut."""
 
@@ -111,6 +112,12 @@ def _place_node(
         return seeds[node] if node in seeds and source is node.args[1] else layout
 
     op = read_op(node, layout_of, context.cp_size)
+    if node.target in _STRIDED and any(source.op != "placeholder" for source in operands):
+        raise NoRule(
+            f"{op.name} reads memory by strides, which are others where a value was moved",
+            "write it with view, unfold or narrow",
+            placement=False,
+        )
     if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
         return _whole_draw(op) if draws(op) else _whole(node, operands)
     if node.target is aten.copy_.default:

@@ -70,10 +70,11 @@ def find_sequence(
     with_ids = [group for group in groups if any(candidate.from_ids for candidate in group)]
     groups = with_ids or groups
     if len(groups) > 1:
-        names = sorted({str(candidate.source.meta.get("cp_input")) for group in groups for candidate in group})
+        starts = {(str(c.source.meta.get("cp_input")), c.layout.dim) for group in groups for c in group}
+        names = [f"{name} (dim {dim})" for name, dim in sorted(starts)]
         raise RefusedError(
             f"several inputs hold sequences of their own: {', '.join(names)}",
-            f'say which one the ranks share: options={{"sequence": {names[0]!r}}}',
+            f'say which one the ranks share: options={{"sequence": {min(starts)!r}}}',
         )
     return _seeds(groups[0])
 

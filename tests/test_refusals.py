@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Thing, list[str]]] = {
     "by hand": (attention_by_hand, ["aten.matmul.default of two operands", HERE, "scaled_dot_product_attention"]),
     "no attention": (no_attention, ["nothing to share among the ranks", "remedy"]),
     "nothing sharded": (attention_of_a_parameter, ["nothing becomes sharded", HERE, "pass the token ids"]),
-    "several": (several_sequences, ["several inputs hold sequences of their own: ids, labels", "sequence"]),
+    "several": (several_sequences, [r"several inputs hold sequences of their own: ids \(dim 1\), labels", "sequence"]),
     "dropout": (dropped, ["aten.dropout.default takes random numbers", HERE, "eval mode"]),
     "noise": (noise_on_a_whole_value, ["aten.randn.default takes random numbers", HERE, "remedy"]),
     "flex_attention": (flex, ["higher-order op flex_attention has no rule", HERE, "plain torch ops"]),

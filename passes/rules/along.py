@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx import Node
 
+from cp_compile.passes.layouts import Sharded
 from cp_compile.passes.rules.carried import by_exchange
 from cp_compile.passes.rules.op import Op, Placement, Rule, dims_as_labels, overloads, wrap
+
+if TYPE_CHECKING:
+    from cp_compile.passes.editor import Editor
 
 __all__ = ["RULES", "along"]
 
@@ -36,12 +42,36 @@ def _pad(op: Op) -> Placement:
     return along(op, sorted({ndim - 1 - i // 2 for i, pad in enumerate(op["pad"]) if pad != 0}))
 
 
+def _triangle(op: Op) -> Placement:
+    """``tril`` and ``triu``: on rows or columns of a slice, by their place in the whole."""
+    operand = op.operands[0]
+    layout, ndim = operand.layout, operand.ndim
+    if not (isinstance(layout, Sharded) and layout.dim >= ndim - 2 and layout.pure):
+        return along(op, [ndim - 2, ndim - 1])
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        def place(dim: int) -> Node:
+            if dim == layout.dim:
+                rows = edit.rows(layout.axis)
+            else:
+                rows = edit.call(aten.arange.default, edit.size(operand.shape[dim]), device=edit.device)
+            return edit.call(aten.unsqueeze.default, rows, -1) if dim == ndim - 2 else rows
+
+        offset = edit.call(aten.sub.Tensor, place(ndim - 1), place(ndim - 2))
+        keep = aten.le.Scalar if op.target is aten.tril.default else aten.ge.Scalar
+        return edit.call(aten.where.ScalarOther, edit.call(keep, offset, op["diagonal"]), args["self"], 0)
+
+    return Placement((layout,), local=local)
+
+
 _ONE = (
     "cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default sort.default sort.stable "
     "argsort.default topk.default glu.default"
 )
 RULES: dict[object, Rule] = {
     **dict.fromkeys(overloads(_ONE), _along_one),
+    aten.tril.default: _triangle,
+    aten.triu.default: _triangle,
     aten.flip.default: _along_some,
     aten.roll.default: _along_some,
     aten.pad.default: _pad,

@@ -60,12 +60,15 @@ def _by_heads(op: Op, labels: Mapping[int, Labels], out: Labels, sums: Collectio
         dims = list(labels.get(operand.index, ()))
         wants[operand.index] = over.layout.at(dims.index(over.label)) if over.label in dims else WHOLE
     result = over.layout.at(list(out).index(over.label))
-    deliver: tuple[Layout, ...] = ()
-    # The rows of the product: a dim of the output that the operand which is summed over lacks.
-    rows = [d for d, label in enumerate(out) if label is not None and label not in labels[cuts[-1].operand]]
-    if summed and not gathers and len(rows) == 1:
-        deliver = (Sharded(rows[0], Axis.cut(op.shape[rows[0]], op.cp_size)),)
-    return Placement((result,), wants, deliver, gathers, attends=None if summed else cuts[0].layout.size)
+    if not summed:
+        return Placement((result,), wants, gathers=gathers)
+    # The rows of the product: the last dim of the output that the operand which is summed over lacks.
+    rows = [d for d, label in enumerate(out) if label is not None and label not in labels[summed[0].operand]]
+    if not rows:
+        return Placement((result,), wants, gathers=gathers)
+    length = op.shape[rows[-1]]
+    deliver = () if gathers else (Sharded(rows[-1], Axis.cut(length, op.cp_size)),)
+    return Placement((result,), wants, deliver, gathers, attends=length)
 
 
 @dataclass(frozen=True)

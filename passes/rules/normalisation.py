@@ -10,6 +10,7 @@ from torch.fx import Node
 from cp_compile.passes.layouts import Sharded
 from cp_compile.passes.rules.along import along
 from cp_compile.passes.rules.op import Op, Placement, Rule, by_labels, wrap
+from cp_compile.passes.rules.pointwise import broadcast_labels
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -55,11 +56,21 @@ def _trailing_norm(op: Op) -> Placement:
     return by_labels(op, {0: labels}, [labels] * len(op.outputs))
 
 
+def _cosine_similarity(op: Op) -> Placement:
+    """Over a dim of two tensors that broadcast against each other."""
+    ndim = max(operand.ndim for operand in op.operands)
+    gone = wrap(op["dim"], ndim)
+    shape = (*op.shape[:gone], -1, *op.shape[gone:])
+    labels = {o.index: [None if d == gone else d for d in broadcast_labels(o, shape)] for o in op.operands}
+    return by_labels(op, labels, [[d for d in range(ndim) if d != gone]])
+
+
 RULES: dict[object, Rule] = {
     aten.softmax.int: _softmax,
     aten._softmax.default: _softmax,
     aten.log_softmax.int: _softmax,
     aten._log_softmax.default: _softmax,
+    aten.cosine_similarity.default: _cosine_similarity,
     aten.layer_norm.default: _trailing_norm,
     aten.rms_norm.default: _trailing_norm,
 }

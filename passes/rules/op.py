@@ -192,6 +192,7 @@ def by_labels(
     out: Sequence[Labels],
     *,
     sums: Collection[Hashable] = (),
+    lead: Operand | None = None,
     local: LocalForm | None = None,
     summed: Callable[[Sharded, Mapping[int, Layout]], LocalForm | None] | None = None,
 ) -> Placement:
@@ -205,6 +206,7 @@ def by_labels(
         operands: the labels of each operand's dims, by its index.
         out: the labels of each output's dims.
         sums: labels that the op sums over.
+        lead: the operand whose cut the others follow; the first that is cut, if left out.
         local: what a rank runs where the cut label survives.
         summed: makes what a rank runs where the cut label is summed over, from the cut and what the operands are
             wanted as (pads must be left out).
@@ -220,7 +222,8 @@ def by_labels(
         label = operands[operand.index][layout.dim] if operand.index in operands else None
         if label is None:
             raise NoRule(f"{op.name} mixes the positions of the {layout.axis.name}, which is cut over the ranks")
-        cut = cut or (label, layout)
+        if cut is None or operand is lead:
+            cut = label, layout
     if cut is None:
         return Placement(tuple(WHOLE for _ in op.outputs), {o.index: WHOLE for o in op.operands})
     label, layout = cut

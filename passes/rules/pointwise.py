@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
-from cp_compile.passes.layouts import WHOLE, Partial, Size
+from cp_compile.passes.layouts import WHOLE, Partial, Sharded, Size
 from cp_compile.passes.rules.op import Op, Operand, Placement, Rule, by_labels
 
 __all__ = ["RULES", "broadcast_labels", "pointwise"]
@@ -47,9 +49,23 @@ def broadcast_labels(operand: Operand, shape: tuple[Size, ...]) -> list[Hashable
 
 
 def pointwise(op: Op) -> Placement:
-    """Runs on any slice; what broadcasts along the cut dim stays whole."""
+    """Runs on any slice; what broadcasts along the cut dim stays whole.
+
+    Where operands are cut along different dims, they follow the largest one. One that has no dim to follow in
+    (``f[:, :, None] - f[:, None, :]``) is gathered: what comes out is larger than it by the length of a slice.
+    """
     labels = {operand.index: broadcast_labels(operand, op.shape) for operand in op.operands}
-    return by_labels(op, labels, [range(len(shape)) for shape in op.outputs])
+    cut = [operand for operand in op.operands if isinstance(operand.layout, Sharded)]
+    lead = max(cut, key=_known_size, default=None)
+    placement = by_labels(op, labels, [range(len(shape)) for shape in op.outputs], lead=lead)
+    across = frozenset(operand.index for operand in cut if placement.wants[operand.index] == WHOLE)
+    return replace(placement, gathers=across)
+
+
+def _known_size(operand: Operand) -> tuple[int, int]:
+    """Dims that are not 1, and the product of those that are known."""
+    sizes = [size for size in operand.shape if size != 1]
+    return len(sizes), math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _type_as(op: Op) -> Placement:
