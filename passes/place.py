@@ -22,13 +22,13 @@ from torch.fx import GraphModule, Node
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context, Output
 from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, Size, Whole, shape_of
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, Whole, shape_of
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.attention import is_attention
 from cp_compile.passes.rules.op import NoRule, Op, Placement, read_op
 from cp_compile.passes.rules.random import draws, no_draw
-from cp_compile.passes.sequence import find_sequence
+from cp_compile.passes.sequence import Reached, find_sequence
 
 __all__ = ["Seeds", "place"]
 
@@ -57,10 +57,11 @@ def place(module: GraphModule, context: Context) -> GraphModule:
     return module
 
 
-def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> dict[Node, Size]:
-    """Where positions of the sequence would look at each other if the graph were cut at ``seeds``, and its length."""
-    placed = _propagate(module, seeds, context, refuse=False)
-    return {node: placement.attends for node, (placement, _) in placed if placement.attends is not None}
+def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> Reached:
+    """What the graph's attentions would see if it were cut at ``seeds``."""
+    placed = [(node, placement) for node, (placement, _) in _propagate(module, seeds, context, refuse=False)]
+    lengths = {node: placement.attends for node, placement in placed if placement.attends is not None}
+    return Reached(lengths, any(placement.in_batch for _, placement in placed))
 
 
 def _propagate(

@@ -7,7 +7,7 @@ that ends as the query's sequence dim is it. Token ids win over hidden states (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,10 +18,23 @@ from cp_compile.passes.editor import is_tensor
 from cp_compile.passes.layouts import Axis, Sharded, Size, shape_of
 from cp_compile.passes.rules.attention import is_attention
 
-__all__ = ["find_sequence"]
+__all__ = ["Reached", "find_sequence"]
 
 aten = torch.ops.aten
 _EMBEDDINGS = (aten.embedding.default,)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What attentions see of a cut.
+
+    Attributes:
+        lengths: where the positions of the cut dim look at each other, and how many there are.
+        in_batch: whether the cut arrives as a batch dim of an attention.
+    """
+
+    lengths: Mapping[Node, Size]
+    in_batch: bool
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,12 @@ class _Candidate:
     source: Node
     layout: Sharded
     from_ids: bool
-    reached: Mapping[Node, Size] = field(default_factory=dict)
+    lengths: Mapping[Node, Size] = field(default_factory=dict)
+    in_batch: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.source.meta.get("cp_input"))
 
     @property
     def negative_dim(self) -> int:
@@ -40,18 +58,18 @@ class _Candidate:
 
     def same_axis(self, other: _Candidate) -> bool:
         same_dim = self.source is other.source and self.layout.dim == other.layout.dim
-        return same_dim or bool(self.reached.keys() & other.reached.keys())
+        return same_dim or bool(self.lengths.keys() & other.lengths.keys())
 
 
 def find_sequence(
-    module: GraphModule, context: Context, reached: Callable[[Mapping[Node, Sharded]], Mapping[Node, Size]]
+    module: GraphModule, context: Context, reached: Callable[[Mapping[Node, Sharded]], Reached]
 ) -> dict[Node, Sharded]:
     """Where the sequence starts: nodes, and how they are cut.
 
     Args:
         module: the graph in the global view.
         context: options and the size of the group.
-        reached: where positions of the sequence look at each other if the graph is cut at some seeds, and its length.
+        reached: what attentions see if the graph is cut at some seeds.
 
     Raises:
         RefusedError: no dim of any input reaches an attention, or several unrelated ones do.
@@ -59,18 +77,15 @@ def find_sequence(
     candidates = []
     for candidate in _candidates(module, context):
         found = reached({candidate.start: candidate.layout})
-        if found:
-            candidates.append(
-                _Candidate(candidate.start, candidate.source, candidate.layout, candidate.from_ids, found)
-            )
+        candidates.append(replace(candidate, lengths=found.lengths, in_batch=found.in_batch))
     candidates = _wanted(candidates, context)
     if not candidates:
-        raise _nothing(module, context)
+        raise _nothing(module)
     groups = _groups(candidates)
     with_ids = [group for group in groups if any(candidate.from_ids for candidate in group)]
     groups = with_ids or groups
     if len(groups) > 1:
-        starts = {(str(c.source.meta.get("cp_input")), c.layout.dim) for group in groups for c in group}
+        starts = {(c.name, c.layout.dim) for group in groups for c in group}
         names = [f"{name} (dim {dim})" for name, dim in sorted(starts)]
         raise RefusedError(
             f"several inputs hold sequences of their own: {', '.join(names)}",
@@ -86,7 +101,7 @@ def _seeds(group: list[_Candidate]) -> dict[Node, Sharded]:
     """
     chosen = [candidate for candidate in group if candidate.from_ids]
     if not chosen:
-        lengths = {size for candidate in group for size in candidate.reached.values()}
+        lengths = {size for candidate in group for size in candidate.lengths.values()}
         chosen = [candidate for candidate in group if candidate.layout.size in lengths] or group
     # An axis of size 1 is cut in name only.
     chosen = [candidate for candidate in chosen if candidate.layout.size != 1] or chosen
@@ -127,21 +142,29 @@ def _dims(start: Node, source: Node, val: torch.Tensor, context: Context, *, fro
 
 
 def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
-    """Those that the option names."""
+    """Those that the option names, else those that reach an attention.
+
+    Where a layer mixes positions in front of every query (a full convolution, a recurrent layer), none does: then the
+    one dim of the token ids that is no batch dim of an attention is it.
+    """
     option = context.options.sequence
+    reaching = [candidate for candidate in candidates if candidate.lengths]
     if option is None:
-        return candidates
+        ids = [candidate for candidate in candidates if candidate.from_ids and not candidate.in_batch]
+        starts = {candidate.start for candidate in ids}
+        alone = len(ids) == len(starts) and any(candidate.in_batch for candidate in candidates)
+        return reaching or (ids if alone else [])
     name, dim = option if isinstance(option, tuple) else (option, None)
-    chosen = [
-        candidate
-        for candidate in candidates
-        if candidate.source.meta.get("cp_input") == name and dim in (None, candidate.layout.dim, candidate.negative_dim)
-    ]
+    of_the_name = [candidate for candidate in candidates if candidate.name == name]
+    if dim is not None:
+        chosen = [candidate for candidate in of_the_name if dim in (candidate.layout.dim, candidate.negative_dim)]
+    else:
+        chosen = [candidate for candidate in of_the_name if candidate.lengths]
     if not chosen:
-        known = sorted({str(candidate.source.meta.get("cp_input")) for candidate in candidates})
+        known = sorted({candidate.name for candidate in reaching or candidates})
         raise RefusedError(
             f"options['sequence'] is {option!r}, and no such input reaches an attention's queries",
-            f"name one of: {', '.join(known) or '(none)'}",
+            f"name one of: {', '.join(known) or '(none)'}; or an input and its dim, as in ({name!r}, 1)",
         )
     return chosen
 
@@ -156,16 +179,19 @@ def _groups(candidates: list[_Candidate]) -> list[list[_Candidate]]:
     return groups
 
 
-def _nothing(module: GraphModule, context: Context) -> RefusedError:
+def _nothing(module: GraphModule) -> RefusedError:
     attentions = [node for node in module.graph.nodes if is_attention(node.target)]
     if not attentions:
         return RefusedError(
-            "nothing to share among the ranks: the graph has no scaled_dot_product_attention",
-            "compile the whole model, with its attention written as torch.nn.functional.scaled_dot_product_attention",
+            "nothing to share among the ranks: the graph has no scaled_dot_product_attention, and no attention written "
+            "by hand",
+            "compile the whole model, or name the input and dim that the ranks share: "
+            'options={"sequence": ("input_ids", 1)}',
         )
     return RefusedError.at(
         attentions[0],
         f"nothing becomes sharded: none of the {len(attentions)} attentions has a query whose sequence traces back to "
         "an input of token ids or hidden states",
-        "pass the token ids (or inputs_embeds) to the compiled function",
+        "pass the token ids (or inputs_embeds) to the compiled function, or name the input and dim that the ranks "
+        'share: options={"sequence": ("input_ids", 1)}',
     )

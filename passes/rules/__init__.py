@@ -17,6 +17,7 @@ from cp_compile.passes.rules import (
     pieces,
     pointwise,
     random,
+    recurrent,
     reduction,
     view,
 )
@@ -38,5 +39,6 @@ _FAMILIES = (
     loss.RULES,
     creation.RULES,
     random.RULES,
+    recurrent.RULES,
 )
 RULES: dict[object, Rule] = {op: rule for family in _FAMILIES for op, rule in family.items()}

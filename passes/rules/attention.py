@@ -146,7 +146,7 @@ def _on_a_batch_slice(op: Op, layout: Sharded) -> Placement:
         dim = layout.dim - (query.ndim - mask.ndim)
         cut = dim >= 0 and mask.shape[dim] != 1
         wants[mask.index] = layout.at(dim) if cut else WHOLE
-    return Placement((layout,), wants, local=_local_form(op, layout, {}))
+    return Placement((layout,), wants, local=_local_form(op, layout, {}), in_batch=True)
 
 
 def _int(size: Size, what: str) -> int:

@@ -56,6 +56,12 @@ def _trailing_norm(op: Op) -> Placement:
     return by_labels(op, {0: labels}, [labels] * len(op.outputs))
 
 
+def _group_norm(op: Op) -> Placement:
+    """``input [N, C, *]``, normalised over groups of channels and all of ``*``."""
+    labels = [0, *[None] * (op["input"].ndim - 1)]
+    return by_labels(op, {op["input"].index: labels}, [labels])
+
+
 def _cosine_similarity(op: Op) -> Placement:
     """Over a dim of two tensors that broadcast against each other."""
     ndim = max(operand.ndim for operand in op.operands)
@@ -71,6 +77,7 @@ RULES: dict[object, Rule] = {
     aten.log_softmax.int: _softmax,
     aten._log_softmax.default: _softmax,
     aten.cosine_similarity.default: _cosine_similarity,
+    aten.group_norm.default: _group_norm,
     aten.layer_norm.default: _trailing_norm,
     aten.rms_norm.default: _trailing_norm,
 }

@@ -134,6 +134,7 @@ class Placement:
         gathers: operands that may be made whole to fit ``wants``, because the rule knows of no cheaper way.
         local: what a rank runs in place of the op; ``None``: the op itself.
         attends: the length of the sequence whose positions look at each other here, if they do.
+        in_batch: whether this is an attention whose positions do not look at each other along the cut dim.
     """
 
     out: tuple[Layout, ...]
@@ -142,6 +143,7 @@ class Placement:
     gathers: frozenset[int] = frozenset()
     local: LocalForm | None = None
     attends: Size | None = None
+    in_batch: bool = False
 
 
 Rule: TypeAlias = Callable[[Op], Placement]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 import torch
 
 from cp_compile.passes.layouts import Axis, Layout, Sharded, Size, carrier, divide, local_shape, product, same
+from cp_compile.passes.rules.along import along
+from cp_compile.passes.rules.carried import by_exchange
 from cp_compile.passes.rules.op import LocalForm, NoRule, Op, Placement, Rule, by_labels, dims_as_labels, wrap
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["RULES", "follow"]
 
@@ -133,15 +131,15 @@ def _repeat(op: Op) -> Placement:
     repeats = op["repeats"]
     offset = len(repeats) - operand.ndim
     labels: list[Hashable] = [d if repeats[d + offset] == 1 else None for d in range(operand.ndim)]
-    return by_labels(op, {0: labels}, [[None] * offset + labels])
+    shown = [offset + operand.layout.dim] if isinstance(operand.layout, Sharded) else None
+    return by_exchange(op, {0: labels}, [[None] * offset + labels], shown)
 
 
 def _repeat_interleave(op: Op) -> Placement:
     operand = op.operands[0]
     if op["dim"] is None:
         raise NoRule(f"{op.name} without a dim flattens the sequence")
-    labels = dims_as_labels(operand, blocked=[wrap(op["dim"], operand.ndim)])
-    return by_labels(op, {0: labels}, [labels])
+    return along(op, [wrap(op["dim"], operand.ndim)])
 
 
 def _as_complex(op: Op) -> Placement:
