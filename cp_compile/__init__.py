@@ -4,6 +4,7 @@ from cp_compile.backend import cp_ulysses
 from cp_compile.errors import CPError, InvariantError, OptionError, PeerMismatchError, RefusedError
 from cp_compile.gradients import average_gradients
 from cp_compile.options import Options
+from cp_compile.sharding import shard
 from cp_compile.verify import verify
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "RefusedError",
     "average_gradients",
     "cp_ulysses",
+    "shard",
     "verify",
 ]

@@ -68,8 +68,13 @@ class Report:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest relative error that counts as equal: 1e-8 in float64, 1e-4 in float32, 2e-2 below."""
-    return {torch.float64: 1e-8, torch.float32: 1e-4}.get(dtype, 2e-2)
+    """The largest relative error that counts as equal: 1e-8 in float64, 1e-4 in float32, 2e-2 below.
+
+    Under autocast, that of the dtype in which it computes: a float32 result is no better than what it is made of.
+    """
+    limits = {torch.float64: 1e-8, torch.float32: 1e-4}
+    cast = [torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return max(limits.get(each, 2e-2) for each in (dtype, *cast))
 
 
 def relative_error(value: torch.Tensor, right: torch.Tensor, scale: float = 0.0) -> float:
@@ -115,8 +120,8 @@ def verify(
         options: as for the backend (``outputs``, ``fallback``, ``sequence``).
 
     Returns:
-        The report. ``ok`` means a relative norm of the difference of at most 1e-8 in float64 and 1e-4 in float32,
-        per output and per parameter.
+        The report. ``ok`` means a relative norm of the difference of at most 1e-8 in float64, 1e-4 in float32 and
+        2e-2 below (or under autocast to such a dtype), per output and per parameter.
 
     Raises:
         RefusedError: the model holds something that no rule covers exactly.

@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "lstm": (lambda: Recurrent(nn.LSTM), "aten.lstm.input"),
     "norm over it": (lambda: Of(lambda x: F.layer_norm(x, x.shape[1:])), "aten.layer_norm.default"),
     "batch norm": (
-        lambda: Of(lambda x: F.batch_norm(x.mT, None, None, training=True).mT), "aten._native_batch_norm_legit.no_stats"),
+        lambda: Of(lambda x: F.batch_norm(x.mT, None, None, training=True).mT), "aten._native_batch_norm_legit"),
     "median of all": (lambda: Of(lambda x: x.median()), "aten.median.default"),
     "kthvalue": (lambda: Of(lambda x: x.kthvalue(2, 1, True).values), "aten.kthvalue.default"),
     "pool": (lambda: Of(lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT), "aten.avg_pool1d.default"),
