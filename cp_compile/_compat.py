@@ -43,6 +43,7 @@ __all__ = [
     "known_true",
     "no_autocast",
     "proxy_tracer",
+    "record_custom_function",
     "set_attention_kernels",
     "sympy_interp",
     "to_functional",
@@ -146,6 +147,40 @@ def proxy_tracer() -> Any:
 
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer
+
+
+def record_custom_function(
+    bodies: Sequence[Any], args: Sequence[Any], options: dict[str, Any], outputs: int
+) -> tuple[Any, ...]:
+    """Adds a call of ``autograd_function_apply`` to the graph that is being traced, and gives its results.
+
+    Args:
+        bodies: the forward and the backward, as graphs of ATen ops.
+        args: FunctionalTensors and numbers.
+        options: of the higher-order op.
+        outputs: how many of the forward's results are outputs; the others are saved for the backward.
+    """
+    from torch._subclasses.functional_tensor import disable_functional_mode
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+
+    mode: Any = get_proxy_mode()
+    inner = [from_functional(value) for value in args]
+    tracer: Any = mode.tracer
+    proxies = [tracer.unwrap_proxy(value) for value in inner]
+    number = sum(1 for _ in tracer.root.children())
+    names = [f"custom_function_{number}_{part}" for part in ("forward", "backward")]
+    for name, body in zip(names, bodies, strict=True):
+        tracer.root.register_module(name, body)
+    attributes = [tracer.create_proxy("get_attr", name, (), {}) for name in names]
+    call = tracer.create_proxy(
+        "call_function", torch.ops.higher_order.autograd_function_apply, (*attributes, *proxies), options
+    )
+    call.node.meta["cp_outputs"] = outputs
+    results = [node.meta["val"] for node in bodies[0].graph.output_node().args[0][:outputs]]
+    with disable_functional_mode(), disable_proxy_modes_tracing(), results[0].fake_mode:
+        fakes = tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in results)
+    fakes = track_tensor_tree(fakes, call, constant=None, tracer=tracer)
+    return tuple(to_functional(fake) for fake in fakes)
 
 
 def fake_process_group(size: int) -> None:

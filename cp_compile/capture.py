@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_compile._compat import (
     FakeTensor,
@@ -58,6 +58,7 @@ def capture(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphMo
     if fake_mode is None:
         raise InvariantError("Dynamo's tracing context has no fake mode")
     fakes = [_fake(value, fake_mode, context) for value in example_inputs]
+    _trace_custom_functions(graph_module, fake_mode)
     names = input_names(graph_module)
     module = _trace(graph_module, fakes, fake_mode)
     sources = [_source(node) for node in graph_module.graph.find_nodes(op="placeholder")]
@@ -84,6 +85,26 @@ def capture_export(program: torch.export.ExportedProgram) -> GraphModule:
         node.meta["cp_input"] = names.get(old.name, old.name)
         node.meta["cp_argument"] = old.name in signature.user_inputs
     return module
+
+
+def _trace_custom_functions(graph_module: GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Traces both bodies of each custom ``autograd.Function``, their nested results as one flat list."""
+    for module in list(graph_module.modules()):
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if getattr(node.target, "__name__", "") != "autograd_function_apply":
+                continue
+            for body in (getattr(module, str(attribute.target)) for attribute in node.args[:2]):
+                inputs = [x.meta.get("example_value") for x in body.graph.find_nodes(op="placeholder")]
+                fakes = [_like(x, fake_mode) for x in inputs]
+                body.cp_body = _trace(body, fakes, fake_mode, flat=True)
+
+
+def _like(value: Any, fake_mode: FakeTensorMode) -> Any:
+    """A value of Dynamo's graph as one of ``fake_mode``, without a history."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def input_names(graph_module: GraphModule) -> list[str]:
@@ -113,7 +134,9 @@ def _fake(value: Any, fake_mode: FakeTensorMode, context: TracingContext) -> Any
     return fake_mode.from_tensor(value, symbolic_context=symbolic, source=source)
 
 
-def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
+def _trace(
+    graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, *, flat: bool = False
+) -> GraphModule:
     _refuse_unknown_regions(graph_module)
 
     def run(*values: Any) -> Any:
@@ -123,7 +146,8 @@ def _trace(graph_module: GraphModule, fakes: Sequence[Any], fake_mode: FakeTenso
             for value, functional in zip(values, inputs, strict=True):
                 if was_mutated(functional):
                     aten.copy_(value, from_functional(functional))
-            return tree_map(from_functional, result)
+            result = tree_map(from_functional, result)
+            return tree_leaves(result) if flat else result
 
     try:
         # Without the fake mode, arange(s) would run for real and specialise a symbolic size.

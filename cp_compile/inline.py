@@ -10,7 +10,12 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cp_compile._compat import exceptions_allowed_to_be_fallback, proxy_tracer, set_attention_kernels
+from cp_compile._compat import (
+    exceptions_allowed_to_be_fallback,
+    proxy_tracer,
+    record_custom_function,
+    set_attention_kernels,
+)
 from cp_compile.errors import RefusedError, user_line
 
 __all__ = ["DATA_DEPENDENT", "REGIONS", "Inliner", "use_attention_kernels"]
@@ -134,6 +139,19 @@ def _attention_kernels(run: Inliner, names: Sequence[str], set_priority: bool = 
     return proxy_tracer().create_node("call_function", use_attention_kernels, (tuple(names), set_priority), {})
 
 
+def _custom_function(run: Inliner, forward: GraphModule, backward: GraphModule, *args: Any, **options: Any) -> Any:
+    """A custom ``autograd.Function``: one node with both of its bodies, which ``capture`` has traced already."""
+    bodies = [getattr(body, "cp_body", None) for body in (forward, backward)]
+    if None in bodies or options.get("dirty_idx"):
+        raise RefusedError(
+            "a custom autograd.Function that writes to its inputs, or whose bodies have no functional form",
+            "write it in plain torch ops",
+            line=run.line(),
+        )
+    outputs: Any = forward.graph.output_node().args[0][0]  # type: ignore[index]
+    return record_custom_function(bodies, args, options, len(outputs))
+
+
 REGIONS: dict[str, Callable[..., Any]] = {
     "tag_activation_checkpoint": _checkpoint_region,
     "wrap_activation_checkpoint": _checkpoint_region,
@@ -141,6 +159,7 @@ REGIONS: dict[str, Callable[..., Any]] = {
     "wrap_with_autocast": _autocast_region,
     "_backend_from_string": lambda run, name: name,
     "_sdpa_kernel": _attention_kernels,
+    "autograd_function_apply": _custom_function,
     "_enter_autocast": Inliner.enter_autocast,
     "_exit_autocast": Inliner.exit_autocast,
 }

@@ -32,7 +32,10 @@ def graph_hash(module: GraphModule) -> str:
         shape = f" {tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else ""
         if node.op == "get_attr":
             constant = getattr(module, str(node.target), None)
-            shape = f" {tensor_digest(constant)}" if isinstance(constant, torch.Tensor) else ""
+            if isinstance(constant, torch.Tensor):
+                shape = f" {tensor_digest(constant)}"
+            elif isinstance(constant, GraphModule):  # the body of a custom function
+                shape = f" {graph_hash(constant)}"
         lines.append(f"{node.op} {node.name} {_name(node.target)} {node.args} {node.kwargs}{shape}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

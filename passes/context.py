@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from cp_compile.options import Options
-from cp_compile.passes.layouts import Sharded, Size
+from cp_compile.passes.layouts import Layout, Sharded, Size
 
 __all__ = ["Context", "Output"]
 
@@ -43,6 +43,8 @@ class Context:
         prologue: nodes that stand once per graph, by what they compute.
         outputs: how each output comes back; filled by ``place``.
         seeds: where the sequence starts; ``None``: ``place`` finds it.
+        inputs: the layouts of the inputs, one each, if the graph is the body of a custom autograd function: they are
+            local values, and what comes out stays as it is.
     """
 
     cp_size: int
@@ -51,3 +53,4 @@ class Context:
     prologue: dict[tuple[Any, ...], Node] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
     seeds: dict[Node, Sharded] | None = None
+    inputs: tuple[Layout, ...] | None = None

@@ -216,6 +216,8 @@ class Editor:
                     return node
             for node in inputs:
                 val = node.meta["val"]
+                if self.context.inputs is not None:
+                    break
                 for dim, size in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
                     if size_of(size) == symbol:
                         return self.call(aten.sym_size.int, node, dim)

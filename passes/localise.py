@@ -29,7 +29,8 @@ def localise(module: GraphModule, context: Context) -> GraphModule:
         if form is None:
             continue
         with edit.before(node):
-            local = form(edit, node, schema_arguments(node))
+            named = schema_arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
+            local = form(edit, node, named)
         if isinstance(local, list):
             for user in list(node.users):
                 _replace(edit, user, local[user.args[1]])  # type: ignore[index]

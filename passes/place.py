@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context, Output
+from cp_compile.passes.custom_function import CUSTOM_FUNCTION, keeps_sums, place_function
 from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, PerQueryHead, Sharded, Whole, shape_of
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, Partial, PerQueryHead, Sharded, Whole, shape_of
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.attention import is_attention
@@ -41,6 +42,8 @@ Seeds = Mapping[Node, Sharded]
 def place(module: GraphModule, context: Context) -> GraphModule:
     """Places the whole graph. Idempotent: a second run finds the same."""
     seeds = context.seeds
+    if context.inputs is not None:
+        seeds = {}
     if seeds is None:
         seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
     number = 0
@@ -53,7 +56,11 @@ def place(module: GraphModule, context: Context) -> GraphModule:
             node.meta["cp_arguments"] = schema_arguments(node)
             if draws(read_op(node, lambda _: WHOLE, context.cp_size)):
                 node.meta["cp_draw"] = number = number + 1
-    _place_outputs(module, context)
+    if context.inputs is None:
+        _place_outputs(module, context)
+    else:
+        output = module.graph.output_node()
+        output.meta["cp_wants"] = tuple(value.meta["cp_layout"][0] for value in tensor_inputs(output))
     return module
 
 
@@ -67,6 +74,7 @@ def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> R
 def _propagate(
     module: GraphModule, seeds: Seeds, context: Context, *, refuse: bool
 ) -> Iterator[tuple[Node, tuple[Placement, list[Node]]]]:
+    inputs = iter(context.inputs or ())
     shown: dict[Node, tuple[Layout, ...]] = {}
     own: dict[Node, tuple[Layout, ...]] = {}
     for node in module.graph.nodes:
@@ -75,6 +83,8 @@ def _propagate(
         operands = tensor_inputs(node)
         try:
             placement = _place_node(node, operands, shown, seeds, context)
+            if context.inputs is not None and node.op == "placeholder":
+                placement = Placement((next(inputs),))
             _check_moves(node, placement, operands, own, shown, context)
         except NoRule as found:
             if not refuse and is_attention(node.target):
@@ -105,6 +115,8 @@ def _place_node(
         return Placement((WHOLE,), deliver=(seeds[node],) if node in seeds else ())
     if node.target is operator.getitem:
         return Placement((shown[node.args[0]][node.args[1]],))  # type: ignore[index]
+    if node.target is CUSTOM_FUNCTION:
+        return place_function(node, [shown[source][0] for source in operands], context, place)
     if not isinstance(node.target, torch._ops.OpOverload):
         return _whole(node, operands)
 
@@ -119,6 +131,8 @@ def _place_node(
             "write it with view, unfold or narrow",
             placement=False,
         )
+    if context.inputs is not None and keeps_sums(op):
+        return Placement((Partial(),), {0: Partial()})
     if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
         return _whole_draw(op) if draws(op) else _whole(node, operands)
     if node.target is aten.copy_.default:
@@ -165,12 +179,14 @@ def _cut_name(op: Op) -> str:
 def _gathered(node: Node, operands: list[Node], found: NoRule, context: Context) -> Placement:
     """The op as it is, on whole operands, where the user allows it; else the refusal."""
     if found.placement and context.options.fallback == "gather":
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return _whole(node, operands)
-        op = read_op(node, lambda _: WHOLE, context.cp_size)
-        if not draws(op):
-            return _whole(node, operands)
         try:
+            if node.target is CUSTOM_FUNCTION:
+                return place_function(node, [WHOLE] * len(operands), context, place)
+            if not isinstance(node.target, torch._ops.OpOverload):
+                return _whole(node, operands)
+            op = read_op(node, lambda _: WHOLE, context.cp_size)
+            if not draws(op):
+                return _whole(node, operands)
             return replace(_whole_draw(op), wants=dict.fromkeys(range(len(operands)), WHOLE))
         except NoRule as no_draw:
             found = no_draw

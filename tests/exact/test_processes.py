@@ -180,6 +180,26 @@ def test_a_probability_of_zero_is_exact(two_ranks: Ranks) -> None:
     two_ranks.run(no_dropout)
 
 
+# -- custom functions -----------------------------------------------------------------------------------------------
+
+
+def custom_function(compiler: str) -> None:
+    from tests.exact.test_functions import FUNCTIONS, Of
+
+    for name in ("norm", "clipped", "checkpointed", "a quantised weight"):
+        torch._dynamo.reset()
+        lm = seeded(lambda name=name: LM(mix=lambda: Of(FUNCTIONS[name]), logits=False))
+        plain, inputs = copy.deepcopy(lm), [tokens(), uneven(tokens())]
+        plain(*inputs).backward()
+        compiled(lm, compiler=compiler)(*inputs).backward()
+        assert_mean_gradients(lm, plain)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_custom_functions(two_ranks: Ranks, compiler: str) -> None:
+    two_ranks.run(custom_function, compiler)
+
+
 # -- kernels of attention -------------------------------------------------------------------------------------------
 
 
