@@ -42,7 +42,7 @@ def graph_hash(module: GraphModule) -> str:
 
 def _name(target: Any) -> str:
     """Of a graph target, without an address in it."""
-    if isinstance(target, (str, torch._ops.OpOverload)):
+    if isinstance(target, (str, torch._ops.OperatorBase)):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"
 

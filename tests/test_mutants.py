@@ -10,19 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import cp_compile.inline as inline
+import cp_compile.passes.counter as counter
+import cp_compile.passes.custom_function as custom_function
 import cp_compile.passes.exchange as exchange
 import cp_compile.passes.gather as gather
 import cp_compile.passes.heads as heads
+import cp_compile.passes.moves as moves
 import cp_compile.passes.pipeline as pipeline
 import cp_compile.passes.reduction as reduction_pass
 import cp_compile.passes.rules as rules
 import cp_compile.passes.rules.attention as attention
+import cp_compile.passes.rules.indexing as indexing
 import cp_compile.passes.rules.reduction as reduction
 import cp_compile.passes.rules.view as view
 import cp_compile.simulate as simulate
 from cp_compile.passes.editor import Editor
 from cp_compile.passes.layouts import WHOLE, Axis, Sharded
-from tests.bench import check
+from tests.bench import check, rewritten
 from tests.models import batch, model
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -69,7 +74,7 @@ def gram_check() -> None:
 
 
 def gather_check() -> None:
-    check(lambda a: (a * 2).cumsum(1), [x(2, 5, 3)], {0: 1}, fallback="gather")
+    check(lambda a: F.layer_norm(a * 2, (5, 3)), [x(2, 5, 3)], {0: 1}, fallback="gather")
 
 
 def loss_check() -> None:
@@ -77,10 +82,79 @@ def loss_check() -> None:
     check(lambda a, t: F.cross_entropy(a.mT, t), [x(2, 5, 3), target], {0: 1})
 
 
+def scan_check() -> None:
+    check(lambda a: (a * 2).cumsum(1) + a.flip(1), [x(2, 5, 3)], {0: 1})
+
+
+def softmax_check() -> None:
+    check(lambda a: a.softmax(1) * a, [x(2, 5, 3)], {0: 1})
+
+
+def any_check() -> None:
+    check(lambda a: (a > 0.5).any(1), [x(2, 4, 3).abs() * torch.arange(4, 0, -1)[:, None] - 1], {0: 1}, 3)
+    check(lambda a: [(a[:, :2] > 2).any(1), (a > -9).all()], [x(2, 5, 3) * torch.arange(5)[:, None]], {0: 1})
+
+
+def picked_check() -> None:
+    check(lambda a, i: a[torch.arange(2), i], [x(2, 5, 3), torch.tensor([4, -3])], {0: 1})
+
+
+def triangle_check() -> None:
+    check(lambda a: a.tril(-1) + a.mT.triu(1), [x(2, 5, 5)], {0: 1})
+
+
+def conv_check() -> None:
+    inputs = [x(2, 5, 8), x(16, 2, 3, seed=1), x(16, seed=2)]
+    check(lambda a, w, b: F.conv1d(a.mT, w, b, padding=1, groups=4), inputs, {0: 1})
+
+
+def by_hand_check() -> None:
+    inputs = [x(2, 4, 5, 3, seed=i) for i in range(3)]
+    check(lambda q, k, v: (q @ k.mT).softmax(-1) @ v * 2, inputs, {0: 2, 1: 2, 2: 2})
+
+
+def gathered_by_hand_check() -> None:
+    check(lambda a: (a @ (a * 2).mT).softmax(-1) @ a.exp(), [x(1, 5, 3)], {0: 1})
+
+
+def neighbours_check() -> None:
+    check(lambda a: a[:, 1:] * a[:, :-1], [x(2, 5, 3)], {0: 1})
+
+
+def mixed_mask_check() -> None:
+    inputs = [x(2, 4, 5, 3, seed=i) for i in range(3)]
+    masked = lambda q, k, v, g: F.scaled_dot_product_attention(q, k, v, (g * 2)[:, None, None])
+    check(masked, [*inputs, x(2, 5)], {0: 2, 1: 2, 2: 2, 3: 1})
+
+
+def draw_check() -> None:
+    """What two draws give on two ranks is what they give on one; they do not repeat each other."""
+    function = lambda a: (F.dropout(a, 0.5), F.dropout(a.flatten(0, 1), 0.5), torch.rand_like(a))
+    results = []
+    for cp_size in (1, 2):
+        module, context = rewritten(function, [torch.ones(2, 9, 3).double()], {0: 1}, cp_size)
+        with simulate.simulated_group(cp_size):
+            results.append(simulate.Simulation(module, context.outputs, cp_size)(torch.ones(2, 9, 3).double()))
+    for one, two in zip(*results):
+        assert torch.equal(one, two)
+    assert not torch.equal(results[0][0].flatten(), results[0][1].flatten())
+    assert len(set(results[0][2].flatten().tolist())) == 54
+
+
+def function_check() -> None:
+    from tests.exact.lm import LM, exact, tokens
+    from tests.exact.test_functions import FUNCTIONS, Of
+
+    for name in ("norm", "clipped"):
+        exact(lambda name=name: LM(mix=lambda: Of(FUNCTIONS[name])), [tokens(), tokens()], cp_sizes=(2,))
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
-        lm_check, alibi_check, gqa_check, mean_check, last_check, gram_check, gather_check, loss_check
+        lm_check, alibi_check, gqa_check, mean_check, last_check, gram_check, gather_check, loss_check, scan_check,
+        softmax_check, any_check, picked_check, triangle_check, conv_check, by_hand_check, gathered_by_hand_check,
+        neighbours_check, mixed_mask_check, draw_check, function_check,
     )
 }  # fmt: skip
 
@@ -272,6 +346,85 @@ def tangents_unscaled(patch: Patch) -> None:
     )
 
 
+def nothing_exchanged(*targets: Any) -> Callable[[Patch], None]:
+    """The op runs on the slice that a rank has."""
+
+    def change(patch: Patch) -> None:
+        for target in targets:
+            replace_rule(patch, target, lambda op, p: replace(p, out=p.deliver, wants={}, deliver=()))
+
+    return change
+
+
+def sums_of_one_rank(patch: Patch) -> None:
+    """What a local form sums over ranks stays this rank's."""
+    patch.setattr(Editor, "all_reduce", lambda self, value, op="sum": self.call(aten.clone.default, value))
+
+
+def the_wrong_rank_gives(patch: Patch) -> None:
+    """Each rank gives what stands at the clamped place."""
+    call_instead(patch, indexing, "localise", aten.eq.Tensor, lambda e, call, a: call(aten.eq.Tensor, a[0], a[0]))
+
+
+def whole_groups(patch: Patch) -> None:
+    replace_rule(patch, aten.conv1d.default, lambda op, p: replace(p, wants={**p.wants, 1: WHOLE, 2: WHOLE}))
+
+
+def rows_out_of_order(patch: Patch) -> None:
+    """The product is shown as cut in its batch."""
+    replace_rule(
+        patch,
+        aten.matmul.default,
+        lambda op, p: replace(p, deliver=(p.deliver[0].at(0),)) if p.deliver else p,  # type: ignore[union-attr]
+    )
+
+
+def keys_not_gathered(patch: Patch) -> None:
+    original = moves.next_move
+
+    def wrong(have: Any, want: Any, shape: Any, cp_size: int) -> Any:
+        return None if isinstance(have, Sharded) and want == WHOLE else original(have, want, shape, cp_size)
+
+    patch.setattr(moves, "next_move", wrong)
+
+
+def windows_not_aligned(patch: Patch) -> None:
+    """Two windows of the same length are taken for the same."""
+    patch.setattr(
+        Axis,
+        "__eq__",
+        lambda self, other: isinstance(other, Axis) and (self.size, self.chunk) == (other.size, other.chunk),
+    )
+
+
+def draws_of_a_slice(patch: Patch) -> None:
+    """Each rank draws from the start."""
+    original = counter._rows
+    patch.setattr(
+        counter,
+        "_rows",
+        lambda edit, size, cut: original(edit, size if cut is None else cut.local_size, None),
+    )
+
+
+def one_key(patch: Patch) -> None:
+    original = counter._key
+    patch.setattr(counter, "_key", lambda edit, number: original(edit, 0))
+
+
+def derivative_of_the_forward(patch: Patch) -> None:
+    """A custom function is inlined: what it says of its gradient is lost."""
+    patch.setitem(
+        inline.REGIONS,
+        "autograd_function_apply",
+        lambda run, forward, backward, *args, **_: run.inline(forward, args)[0],
+    )
+
+
+def unscaled_gradients(patch: Patch) -> None:
+    patch.setattr(custom_function, "_scale", lambda backward, outputs, cp_size: None)
+
+
 MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "no exchange": (no_exchange, "lm_check"),
     "heads dealt in turn": (heads_dealt_in_turn, "lm_check"),
@@ -292,6 +445,21 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "view in the wrong dim": (view_in_the_wrong_dim, "lm_check"),
     "pads gathered": (gathered_with_pads, "gather_check"),
     "gradients off by cp": (tangents_unscaled, "lm_check"),
+    "scan of a slice": (nothing_exchanged(aten.cumsum.default, aten.flip.default), "scan_check"),
+    "softmax of a slice": (sums_of_one_rank, "softmax_check"),
+    "any of a slice": (sums_of_one_rank, "any_check"),
+    "any of the pads": (pads_counted, "any_check"),
+    "picked everywhere": (the_wrong_rank_gives, "picked_check"),
+    "triangle of a slice": (positions_restart, "triangle_check"),
+    "weights of other channels": (whole_groups, "conv_check"),
+    "attention by hand shown in the batch": (rows_out_of_order, "by_hand_check"),
+    "keys not gathered": (keys_not_gathered, "gathered_by_hand_check"),
+    "mask not gathered": (keys_not_gathered, "mixed_mask_check"),
+    "windows not aligned": (windows_not_aligned, "neighbours_check"),
+    "draws of a slice": (draws_of_a_slice, "draw_check"),
+    "one key for all draws": (one_key, "draw_check"),
+    "custom gradient lost": (derivative_of_the_forward, "function_check"),
+    "custom gradient times cp": (unscaled_gradients, "function_check"),
     **{
         f"without {name}": (without_a_pass(name), check)
         for name, check in {
@@ -302,6 +470,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
             "exchange": "lm_check",
             "slice": "lm_check",
             "localise": "lm_check",
+            "bind_seed": "draw_check",
         }.items()
     },
 }
