@@ -80,8 +80,8 @@ def ceil_div(a: Size, b: int) -> Size:
 def carrier(shape: Sequence[Size], blocked: Collection[int], cp_size: int) -> int | None:
     """The dim that can best carry the cut in place of one that an op mixes; ``None``: no dim has an element a rank.
 
-    Heads in front of a sequence before channels, a dim that the ranks divide before one that is padded: only the
-    bytes that are sent depend on it.
+    A dim that the ranks divide before one that is padded or symbolic, heads in front of a sequence before channels:
+    only the bytes that are sent depend on it.
 
     Args:
         shape: of the value.
@@ -89,9 +89,15 @@ def carrier(shape: Sequence[Size], blocked: Collection[int], cp_size: int) -> in
         cp_size: ranks.
     """
     mixed = next(iter(blocked), 0)
-    able = [(d, size) for d, size in enumerate(shape) if d not in blocked and isinstance(size, int) and size >= cp_size]
-    able.sort(key=lambda item: (item[1] % cp_size != 0, not 0 < item[0] == mixed - 1, -item[1]))
-    return able[0][0] if able else None
+
+    def cost(dim: int) -> tuple[bool, bool, bool, int]:
+        size = shape[dim]
+        known = isinstance(size, int)
+        return not known, known and size % cp_size != 0, not 0 < dim == mixed - 1, -size if known else 0
+
+    free = [dim for dim in range(len(shape)) if dim not in blocked]
+    able = [dim for dim in free if not isinstance(shape[dim], int) or shape[dim] >= cp_size]
+    return min(able, key=cost, default=None)
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,55 @@ def test_a_probability_of_zero_is_exact(two_ranks: Ranks) -> None:
     two_ranks.run(no_dropout)
 
 
+# -- many kinds of mixing at once -----------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """A convolution, attention by hand, a token shift, max pooling and a pick, in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from tests.exact.test_attention import by_hand
+        from tests.exact.test_mixing import Conv, Of, token_shift
+
+        self.lm = LM(layers=2, mix=Conv)
+        self.lm.b[1].attend = by_hand
+        self.lm.b[1].mix = Of(token_shift)
+
+    def forward(self, ids: Tensor, labels: Tensor, last: Tensor) -> Tensor:
+        h = self.lm.hidden(ids)
+        loss = F.cross_entropy(self.lm.h(h).flatten(0, 1), labels.flatten())
+        return loss + h.amax(1).square().mean() + h[torch.arange(h.shape[0]), last].exp().mean()
+
+
+def mixing(compiler: str, lengths: tuple[int, ...]) -> int:
+    """How often the model was compiled."""
+    module = seeded(Mixing)
+    plain = copy.deepcopy(module)
+    options = {"compiler": compiler, "inductor": {"cpp.simdlen": 1}}
+    step = torch.compile(module, backend="cp_ulysses", options=options)
+    for length in lengths:
+        module.zero_grad()
+        plain.zero_grad()
+        inputs = tokens(length), uneven(tokens(length), length // 2), torch.tensor([length - 1, 1])
+        if len(lengths) > 1:
+            for tensor in inputs[:2]:
+                torch._dynamo.mark_dynamic(tensor, 1)
+        right, loss = plain(*inputs), step(*inputs)
+        assert relative_error(loss.detach(), right.detach()) <= 1e-10
+        right.backward()
+        loss.backward()
+        assert_mean_gradients(module, plain)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("compiler", "lengths"), [("inductor", (13,)), ("aot_eager", (13, 29, 16))])
+def test_many_kinds_of_mixing(two_ranks: Ranks, compiler: str, lengths: tuple[int, ...]) -> None:
+    """Three lengths by one program."""
+    for graphs in two_ranks.run(mixing, compiler, lengths):
+        assert graphs == 1
+
+
 # -- custom functions -----------------------------------------------------------------------------------------------
 
 
