@@ -35,11 +35,13 @@ __all__ = [
     "current_mesh",
     "eager_frames",
     "enable_python_dispatcher",
+    "equal_in_this_run",
     "exceptions_allowed_to_be_fallback",
     "fake_process_group",
     "frame_compile_number",
     "from_functional",
     "group_store",
+    "is_composite",
     "known_true",
     "no_autocast",
     "proxy_tracer",
@@ -82,6 +84,14 @@ def autocast_kernel(op: Any, device: str) -> Any:
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
         return False
     return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether a functional ATen op is only written in terms of others."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 def no_autocast() -> Any:
@@ -188,6 +198,19 @@ def fake_process_group(size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+
+
+def equal_in_this_run(fake_mode: FakeTensorMode | None, a: Any, b: Any) -> bool:
+    """Whether two sizes have the same value for the inputs that are compiled; sizes that data decides are not known."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    shape_env = fake_mode.shape_env if fake_mode is not None else None
+    a, b = sympy.sympify(a), sympy.sympify(b)
+    if shape_env is None:
+        return False
+    if free_unbacked_symbols(a) or free_unbacked_symbols(b):
+        return True
+    return bool(shape_env.size_hint(a) == shape_env.size_hint(b))
 
 
 def known_true(fake_mode: FakeTensorMode | None, relation: Any) -> bool | None:

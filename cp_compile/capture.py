@@ -27,11 +27,13 @@ from cp_compile._compat import (
     autocast_kernel,
     exceptions_allowed_to_be_fallback,
     from_functional,
+    is_composite,
     to_functional,
     was_mutated,
 )
 from cp_compile.errors import InvariantError, RefusedError
 from cp_compile.inline import DATA_DEPENDENT, REGIONS, Inliner
+from cp_compile.passes.rules import RULES
 
 __all__ = ["capture", "capture_export", "input_names"]
 
@@ -144,6 +146,12 @@ def _trace(
             inputs = [to_functional(value) for value in values]
             result = Inliner(graph_module).run(*inputs)
             for value, functional in zip(values, inputs, strict=True):
+                if was_mutated(functional) and value.requires_grad:
+                    raise RefusedError(
+                        f"the forward writes to a parameter of shape {list(value.shape)} (an embedding with max_norm "
+                        "does)",
+                        "write to it between the steps, under torch.no_grad()",
+                    )
                 if was_mutated(functional):
                     aten.copy_(value, from_functional(functional))
             result = tree_map(from_functional, result)
@@ -231,4 +239,8 @@ class _CaptureMode(FunctionalTensorMode):
             if kernel:
                 with self:
                     return kernel(*args, **kwargs)
+        if func not in RULES and is_composite(func):
+            # An op that is made of others (hstack, outer, a margin loss) has rules if those have.
+            with self:
+                return func.decompose(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)

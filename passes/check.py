@@ -13,11 +13,11 @@ import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from cp_compile._compat import FakeTensor, enable_python_dispatcher, known_true
+from cp_compile._compat import FakeTensor, enable_python_dispatcher, equal_in_this_run, known_true
 from cp_compile.errors import InvariantError, user_line
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import COLLECTIVES, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import Sharded, local_shape, same, shape_of
+from cp_compile.passes.layouts import Sharded, Size, local_shape, same, shape_of
 from cp_compile.passes.moves import next_move
 from cp_compile.passes.rules.attention import is_attention
 
@@ -74,15 +74,27 @@ def check(module: GraphModule, context: Context) -> GraphModule:
     for node, value in values.items():
         if isinstance(value, torch.Tensor) and node in expected:
             shape = shape_of(value)
-            equal = (same(a, b) or known_true(fake_mode, sympy.Eq(a, b)) for a, b in zip(shape, expected[node]))
+            equal = (_equal(a, b, fake_mode) for a, b in zip(shape, expected[node]))
             if len(shape) != len(expected[node]) or not all(equal):
                 layout = node.meta["cp_layout"][0]
                 raise InvariantError(
                     f"{node} has the local shape {list(shape)}, and as {layout} it should have {list(expected[node])} "
                     f"({user_line(node)})"
                 )
+            if value.dtype != node.meta["val"].dtype:
+                raise InvariantError(
+                    f"{node} is {value.dtype}, and should be {node.meta['val'].dtype} ({user_line(node)})"
+                )
         node.meta["val"] = value
     return module
+
+
+def _equal(a: Size, b: Size, fake_mode: Any) -> bool:
+    """Whether two sizes are equal: in every run, or as far as can be told, in the one that is being compiled."""
+    if same(a, b):
+        return True
+    known = known_true(fake_mode, sympy.Eq(a, b))
+    return equal_in_this_run(fake_mode, a, b) if known is None else known
 
 
 def _check_attention(node: Node) -> None:

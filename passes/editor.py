@@ -80,6 +80,12 @@ class Editor:
         value = self.call(_c10d.all_reduce.default, value, op, self.context.group_name)
         return self.call(_c10d.wait_tensor.default, value)
 
+    def keep(self, where: Node, value: Node, dtype: torch.dtype) -> Node:
+        """``value`` of ``dtype`` where a bool tensor is true, and zero elsewhere, of the same dtype."""
+        if dtype == torch.bool:
+            return self.call(aten.logical_and.default, where, value)
+        return self.call(aten.where.ScalarOther, where, value, 0)
+
     def original(self, node: Node, name: str) -> Node:
         """The argument of ``node`` as the user's program has it, before any move."""
         argument: Node = node.meta["cp_arguments"][name]

@@ -45,12 +45,18 @@ def rewritten(
     """The rewritten graph of a function whose inputs are cut in the dims of ``cut`` (input -> dim)."""
     module = capture_export(_exported(function, *inputs))
     context = Context(cp_size, "0", Options(outputs=outputs, **options))
-    placeholders = module.graph.find_nodes(op="placeholder")
+    placeholders = [node for node in module.graph.find_nodes(op="placeholder") if node.meta["cp_argument"]]
     context.seeds = {
         placeholders[i]: Sharded(dim, Axis.cut(shape_of(placeholders[i].meta["val"])[dim], cp_size))
         for i, dim in cut.items()
     }
     return rewrite(module, context), context
+
+
+def constants(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that stand in the function's code, which torch.export makes the first inputs."""
+    program = _exported(function, *inputs)
+    return [program.constants[name] for name in program.graph_signature.inputs_to_lifted_tensor_constants.values()]
 
 
 def check(
@@ -67,7 +73,7 @@ def check(
     right = tree_leaves(function(*plain))
     with simulated_group(cp_size):
         simulation = Simulation(module, context.outputs, cp_size)
-        got = simulation(*mine)
+        got = simulation(*constants(function, inputs), *mine)
         assert len(got) == len(right)
         total_right = total = torch.zeros((), dtype=torch.float64)
         for a, b in zip(got, right):

@@ -59,7 +59,7 @@ def _triangle(op: Op) -> Placement:
 
         offset = edit.call(aten.sub.Tensor, place(ndim - 1), place(ndim - 2))
         keep = aten.le.Scalar if op.target is aten.tril.default else aten.ge.Scalar
-        return edit.call(aten.where.ScalarOther, edit.call(keep, offset, op["diagonal"]), args["self"], 0)
+        return edit.keep(edit.call(keep, offset, op["diagonal"]), args["self"], operand.dtype)
 
     return Placement((layout,), local=local)
 

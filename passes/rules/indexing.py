@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from cp_compile.passes.layouts import WHOLE, Partial, Sharded, Size, product, same
 from cp_compile.passes.rules.carried import by_exchange
-from cp_compile.passes.rules.op import NoRule, Op, Operand, Placement, Rule, by_labels, wrap
+from cp_compile.passes.rules.op import Labels, NoRule, Op, Operand, Placement, Rule, by_labels, wrap
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -42,7 +42,7 @@ def _gather(op: Op) -> Placement:
         for d, (a, b) in enumerate(zip(source.shape, index.shape, strict=True))
     ]
     layout = source.layout
-    if isinstance(layout, Sharded) and layout.dim == dim and layout.pure and _few(index.shape[dim], layout):
+    if isinstance(layout, Sharded) and layout.dim == dim and (_few(index.shape[dim], layout) or not layout.pure):
         return _picked(op, layout, {index.index: index.ndim}, index.ndim)
     return by_exchange(op, {source.index: shared, index.index: shared}, [shared])
 
@@ -52,7 +52,7 @@ def _index_select(op: Op) -> Placement:
     dim = wrap(op["dim"], source.ndim)
     labels: list[Hashable] = [None if d == dim else d for d in range(source.ndim)]
     layout = source.layout
-    if isinstance(layout, Sharded) and layout.dim == dim and layout.pure and _few(op.shape[dim], layout):
+    if isinstance(layout, Sharded) and layout.dim == dim and (_few(op.shape[dim], layout) or not layout.pure):
         return _picked(op, layout, {index.index: source.ndim - dim}, source.ndim)
     if isinstance(index.layout, Sharded):
         if isinstance(layout, Sharded):
@@ -69,33 +69,69 @@ def _index(op: Op) -> Placement:
     it holds; through other dims it runs on any slice.
     """
     source, indices = op["self"], op["indices"]
+    labels, out, front, ndim = _index_labels(op, op.shape)
+    places = [d for d, index in enumerate(indices) if index is not None]
+    layout = source.layout
+    if isinstance(layout, Sharded) and layout.dim in places:
+        chosen = indices[layout.dim]
+        if not layout.pure or _few(product(op.shape[front : front + ndim]), layout, len(places)):
+            return _picked(op, layout, {chosen.index: len(out) - front - ndim + chosen.ndim}, len(out))
+        if any(isinstance(index.layout, Sharded) for index in indices if index is not None):
+            raise NoRule(f"{op.name} of a cut value at cut positions")
+        return by_exchange(op, labels, [out], [front if len(places) == ndim == 1 else None])
+    return by_labels(op, labels, [out])
+
+
+def _index_labels(op: Op, shape: tuple[Size, ...] | None) -> tuple[dict[int, Labels], list[Hashable], int, int]:
+    """Labels of the source and the indices, those of what is picked, where the indices stand in it, and how many.
+
+    Args:
+        op: ``index`` or ``index_put``.
+        shape: of the picked elements, if it is known.
+    """
+    source, indices = op["self"], op["indices"]
     places = [d for d, index in enumerate(indices) if index is not None]
     tensors = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
-        raise NoRule(f"{op.name} with a mask picks a number of positions that depends on the data")
+        raise NoRule(
+            f"{op.name} with a mask picks a number of positions that depends on the data",
+            "weigh the positions by the mask, or pick them outside of the compiled function",
+            placement=False,
+        )
     ndim = max(index.ndim for index in tensors)
     adjacent = places == list(range(places[0], places[-1] + 1))
     front = places[0] if adjacent else 0
     rest: list[Hashable] = [f"dim {d}" for d in range(source.ndim) if d not in places]
     out = [*rest[:front], *range(ndim), *rest[front:]]
-    shape = op.shape[front : front + ndim]
-    labels: dict[int, list[Hashable]] = {
-        source.index: [None if d in places else f"dim {d}" for d in range(source.ndim)]
-    }
+    labels: dict[int, Labels] = {source.index: [None if d in places else f"dim {d}" for d in range(source.ndim)]}
     for index in tensors:
         offset = ndim - index.ndim
+        sizes = shape[front : front + ndim] if shape else index.shape
         labels[index.index] = [
-            None if size == 1 and shape[d + offset] != 1 else d + offset for d, size in enumerate(index.shape)
+            None if size == 1 and sizes[d + offset] != 1 else d + offset for d, size in enumerate(index.shape)
         ]
-    layout = source.layout
-    if isinstance(layout, Sharded) and layout.dim in places and layout.pure:
-        chosen = indices[layout.dim]
-        if _few(product(shape), layout, len(places)):
-            return _picked(op, layout, {chosen.index: len(out) - front - ndim + chosen.ndim}, len(out))
-        if any(isinstance(index.layout, Sharded) for index in tensors):
-            raise NoRule(f"{op.name} of a cut value at cut positions")
-        return by_exchange(op, labels, [out], [front if len(places) == ndim == 1 else None])
-    return by_labels(op, labels, [out])
+    return labels, out, front, ndim
+
+
+def _index_put(op: Op) -> Placement:
+    """``x[mask] = number``, and ``x[..., i] = values``."""
+    source, indices, values = op["self"], op["indices"], op["values"]
+    tensors = [index for index in indices if index is not None]
+    if len(indices) == 1 and indices[0].dtype == torch.bool and values.ndim == 0:
+        rows = list(range(source.ndim))
+        return by_labels(op, {source.index: rows, indices[0].index: rows[: indices[0].ndim]}, [rows])
+    if len(tensors) != 1:
+        raise NoRule(f"{op.name} at several dims")
+    labels, out, _, _ = _index_labels(op, None)
+    picked: dict[Hashable, Size] = dict(zip(labels[source.index], source.shape, strict=True))
+    picked.update(zip(labels[tensors[0].index], tensors[0].shape, strict=True))
+    offset = len(out) - values.ndim
+    labels[values.index] = [
+        None if size == 1 and picked[out[d + offset]] != 1 else out[d + offset] for d, size in enumerate(values.shape)
+    ]
+    # The positions themselves are no slice of the result.
+    labels = {i: [None if isinstance(label, int) else label for label in dims] for i, dims in labels.items()}
+    return by_exchange(op, labels, [labels[source.index]])
 
 
 def _few(count: Size, layout: Sharded, dims: int = 1) -> bool:
@@ -125,22 +161,41 @@ def _picked(op: Op, layout: Sharded, by: Mapping[int, int], ndim: int) -> Placem
             return here if isinstance(value, Operand) and value.index == position else mine
 
         index = _find(op.arguments, args, position)
-        size, chunk = edit.size(axis.size), edit.size(axis.chunk)
-        wrapped = edit.call(
-            aten.where.self, edit.call(aten.lt.Scalar, index, 0), edit.call(aten.add.Tensor, index, size), index
-        )
-        first = edit.call(aten.mul.Tensor, edit.rank, chunk)
-        offset = edit.call(aten.sub.Tensor, edit.call(aten.add.Tensor, wrapped, edit.size(axis.start)), first)
-        here = edit.call(aten.clamp.default, offset, 0, edit.size(axis.chunk - 1))
-        mine = edit.call(aten.eq.Tensor, here, offset)
+        whole = edit.call(aten.add.Tensor, index, edit.size(layout.size))
+        index = edit.call(aten.where.self, edit.call(aten.lt.Scalar, index, 0), whole, index)
+        before, row, behind_it = _parts(edit, index, layout)
+        first = edit.call(aten.mul.Tensor, edit.rank, edit.size(axis.chunk))
+        offset = edit.call(aten.sub.Tensor, edit.call(aten.add.Tensor, row, edit.size(axis.start)), first)
+        local_row = edit.call(aten.clamp.default, offset, 0, edit.size(axis.chunk - 1))
+        mine = edit.call(aten.eq.Tensor, local_row, offset)
+        here = local_row
+        if before is not None:
+            here = edit.call(aten.add.Tensor, edit.call(aten.mul.Tensor, before, edit.size(axis.chunk)), here)
+        if behind_it is not None:
+            here = edit.call(aten.add.Tensor, edit.call(aten.mul.Tensor, here, edit.size(layout.inner)), behind_it)
         found = edit.call_like(node, {name: swap(value, args[name]) for name, value in op.arguments.items()})
         shape = op.operands[position].shape
         mine = edit.call(aten.reshape.default, mine, [*edit.sizes(shape), *[1] * (behind - len(shape))])
-        return edit.call(aten.where.ScalarOther, mine, found, 0)
+        return edit.keep(mine, found, op["self"].dtype)
 
     wants = {o.index: WHOLE for o in op.operands if o is not op["self"]}
     # Few positions, which may come from hidden states (topk of a router).
     return Placement((Partial(),), wants, gathers=frozenset(wants), local=local)
+
+
+def _parts(edit: Editor, index: Node, layout: Sharded) -> tuple[Node | None, Node, Node | None]:
+    """A place in a dim that holds the axis: that before the axis, that in it, and that behind it."""
+    before = behind = None
+    if not same(layout.inner, 1):
+        index, behind = _divided(edit, index, edit.size(layout.inner))
+    if not same(layout.outer, 1):
+        before, index = _divided(edit, index, edit.size(layout.axis.size))
+    return before, index, behind
+
+
+def _divided(edit: Editor, index: Node, by: int | Node) -> tuple[Node, Node]:
+    quotient = edit.call(aten.floor_divide.default, index, by)
+    return quotient, edit.call(aten.sub.Tensor, index, edit.call(aten.mul.Tensor, quotient, by))
 
 
 def _find(arguments: Mapping[str, Any], args: Mapping[str, Any], position: int) -> Node:
@@ -163,7 +218,7 @@ def _one_hot(op: Op) -> Placement:
 
 
 def _scatter_value(op: Op) -> Placement:
-    """``scatter(x, dim, index, value)`` and ``scatter_add`` along a dim that is not cut."""
+    """``scatter(x, dim, index, value)`` and its kind; along the cut dim, exchanged to another."""
     source = op["self"]
     dim = wrap(op["dim"], source.ndim)
     others = [operand for operand in op.operands if operand is not source]
@@ -172,7 +227,16 @@ def _scatter_value(op: Op) -> Placement:
         for d in range(source.ndim)
     ]
     labels = {operand.index: shared if operand.ndim else [] for operand in op.operands}
-    return by_labels(op, labels, [shared])
+    return by_exchange(op, labels, [shared])
+
+
+def _index_add(op: Op) -> Placement:
+    """``index_add``, ``index_copy`` and ``index_fill``: rows at positions that every rank knows."""
+    source = op["self"]
+    dim = wrap(op["dim"], source.ndim)
+    labels: list[Hashable] = [None if d == dim else d for d in range(source.ndim)]
+    rows = {o.index: labels for o in op.operands if o.ndim == source.ndim and o is not op["index"]}
+    return by_exchange(op, rows, [labels])
 
 
 RULES: dict[object, Rule] = {
@@ -180,8 +244,14 @@ RULES: dict[object, Rule] = {
     aten.gather.default: _gather,
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten.index_add.default: _index_add,
+    aten.index_copy.default: _index_add,
+    aten.index_fill.int_Scalar: _index_add,
+    aten.index_fill.int_Tensor: _index_add,
     aten.one_hot.default: _one_hot,
     aten.scatter.value: _scatter_value,
     aten.scatter.src: _scatter_value,
     aten.scatter_add.default: _scatter_value,
+    aten.scatter_reduce.two: _scatter_value,
 }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import Partial, Sharded, Size, Whole, product
-from cp_compile.passes.rules.op import NoRule, Op, Operand, Placement, Rule, by_labels
+from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, product
+from cp_compile.passes.rules.op import Op, Operand, Placement, Rule, by_labels
 from cp_compile.passes.rules.pointwise import broadcast_labels
 from cp_compile.passes.rules.reduction import accumulation_dtype
 
@@ -37,10 +37,11 @@ def _class_loss(op: Op) -> Placement:
         labels[weight.index] = [None]
     if op["reduction"] == _NONE:
         return by_labels(op, labels, [rows])
-    if not isinstance(target.layout, Whole):
-        raise NoRule(
-            f"{op.name} against targets that are cut over the ranks", "compute the targets from the labels alone"
-        )
+    along_classes = isinstance(inputs.layout, Sharded) and classes[inputs.layout.dim] is None
+    if along_classes:
+        # Positions are the classes (the start of a span): a number a position, which every rank is given.
+        whole: dict[int, Layout] = {operand.index: WHOLE for operand in op.operands}
+        return Placement((WHOLE,), whole, gathers=frozenset([inputs.index]))
     placement = by_labels(op, labels, [[]], sums=set(rows))
     cut = next((want for want in placement.wants.values() if isinstance(want, Sharded)), None)
     if cut is None:
@@ -57,10 +58,14 @@ def _class_loss(op: Op) -> Placement:
         if soft:
             mean = edit.call(aten.div.Tensor, total, edit.size(target_rows))
             return edit.call(aten._to_copy.default, mean, dtype=inputs.dtype)
-        whole_target = edit.original(node, "target")
-        counted = edit.call(aten.ne.Scalar, whole_target, op["ignore_index"])
+        # Of the whole targets, which costs no exchange; of this rank's, where hidden states made them.
+        cut_target = isinstance(target.layout, Sharded)
+        targets = args["target"] if cut_target else edit.original(node, "target")
+        counted = edit.call(aten.ne.Scalar, targets, op["ignore_index"])
+        if cut_target:
+            counted = edit.call(aten.logical_and.default, counted, edit.real(row_cut, len(rows)))
         if isinstance(weight, Operand):
-            safe = edit.call(aten.where.ScalarOther, counted, whole_target, 0)
+            safe = edit.call(aten.where.ScalarOther, counted, targets, 0)
             flat = edit.call(aten.reshape.default, safe, [-1])
             each = edit.call(aten.index_select.default, args["weight"], 0, flat)
             flags = edit.call(aten.reshape.default, counted, [-1])
@@ -68,6 +73,7 @@ def _class_loss(op: Op) -> Placement:
             count = edit.call(aten.sum.default, each, dtype=accumulation_dtype(inputs.dtype))
         else:
             count = edit.call(aten.sum.default, counted)
+        count = edit.all_reduce(count) if cut_target else count
         return edit.call(aten._to_copy.default, edit.call(aten.div.Tensor, total, count), dtype=inputs.dtype)
 
     return Placement((Partial(),), placement.wants, local=local)

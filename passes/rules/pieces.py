@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import WHOLE, Axis, Partial, Sharded, Size, same
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, Partial, Sharded, Size, same
 from cp_compile.passes.rules.carried import by_exchange
 from cp_compile.passes.rules.op import Op, Operand, Placement, Rule, by_labels, dims_as_labels, wrap
 
@@ -53,9 +53,11 @@ def _slice(op: Op) -> Placement:
 
 def _window(
     layout: Sharded, start: Size, size: Size, operand: Operand
-) -> tuple[Sharded, Callable[[Editor, Node], Node]]:
-    """``size`` rows of the axis from ``start``: their cut, and what a rank runs."""
+) -> tuple[Layout, Callable[[Editor, Node], Node]]:
+    """``size`` rows of the axis from ``start``: their cut, and what a rank runs. One row is a partial sum."""
     axis = layout.axis
+    if size == 1:
+        return Partial(), lambda edit, value: _one_row(edit, value, layout, start, operand, keep=True)
     window = Sharded(layout.dim, Axis(size, axis.chunk, axis.start + start, axis.name))
 
     def local(edit: Editor, value: Node) -> Node:
@@ -81,11 +83,11 @@ def _select(op: Op) -> Placement:
     return Placement((Partial(),), local=lambda edit, node, args: _one_row(edit, args["self"], layout, index, operand))
 
 
-def _one_row(edit: Editor, value: Node, layout: Sharded, index: Size, operand: Operand) -> Node:
+def _one_row(edit: Editor, value: Node, layout: Sharded, index: Size, operand: Operand, *, keep: bool = False) -> Node:
     axis, dim = layout.axis, layout.dim
     only = Axis(1, axis.chunk, axis.start + index, axis.name)
-    mine = edit.call(aten.where.ScalarOther, edit.real(Sharded(dim, only), operand.ndim), value, 0)
-    return edit.call(aten.sum.dim_IntList, mine, [dim], dtype=operand.dtype)
+    mine = edit.keep(edit.real(Sharded(dim, only), operand.ndim), value, operand.dtype)
+    return edit.call(aten.sum.dim_IntList, mine, [dim], keep, dtype=operand.dtype)
 
 
 def _split(op: Op) -> Placement:
@@ -131,10 +133,11 @@ def _cat(op: Op) -> Placement:
     if len(full) == 1 and isinstance(full[0].layout, Sharded):
         # Beside empty ones (an empty cache): itself.
         position = op["tensors"].index(full[0])
-        return Placement(
-            (full[0].layout,),
-            local=lambda edit, node, args: edit.call(aten.alias.default, args["tensors"][position]),
-        )
+
+        def alone(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+            return edit.call(aten._to_copy.default, args["tensors"][position], dtype=node.meta["val"].dtype)
+
+        return Placement((full[0].layout,), local=alone)
     return by_exchange(op, {operand.index: labels for operand in full}, [labels])
 
 

@@ -34,6 +34,8 @@ def draws(op: Op) -> bool:
         return bool(op["dropout_p"] != 0)
     if op.target in _DROPOUTS:
         return bool(op["p"] != 0 and op["train"] is not False)
+    if op.arguments.get("training") is False:
+        return False
     if "dropout" in op.arguments and "train" in op.arguments:
         # Recurrent layers.
         return bool(op["dropout"] != 0 and op["train"])

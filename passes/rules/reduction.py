@@ -38,6 +38,44 @@ def _reduce(op: Op) -> Placement:
     return by_exchange(op, {0: labels}, [out] * len(op.outputs), [None] * len(op.outputs))
 
 
+def _extreme(op: Op) -> Placement:
+    """``amax``, ``amin``, ``max`` and ``min``: where no dim stays that could carry the cut, the ranks' largest.
+
+    All equal elements share the gradient, as torch has it.
+    """
+    operand = op.operands[0]
+    layout, gone = operand.layout, _dims(op)
+    if not isinstance(layout, Sharded) or layout.dim not in gone or not operand.dtype.is_floating_point:
+        return _reduce(op)
+    stays = [operand.shape[d] for d in range(operand.ndim) if d not in gone]
+    if any(not isinstance(size, int) or size >= op.cp_size for size in stays):
+        return _reduce(op)
+    sign = 1 if op.target in (aten.amax.default, aten.max.default) else -1
+    keep = bool(op.arguments.get("keepdim", False))
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        x = args["self"]
+        real = edit.real(layout, operand.ndim)
+        known = edit.call(aten.mul.Scalar, edit.call(aten.detach.default, x), sign)
+        known = edit.call(aten.where.ScalarOther, real, known, float("-inf"))
+        best = edit.all_reduce(edit.call(aten.amax.default, known, gone, True), "max")
+        best = edit.call(aten.mul.Scalar, best, sign)
+        # A NaN is the largest of all, wherever it stands.
+        nan = edit.call(aten.isnan.default, x)
+        chosen = edit.call(aten.logical_or.default, edit.call(aten.eq.Tensor, x, best), nan)
+        chosen = edit.call(aten.logical_and.default, chosen, real)
+        total = edit.call(aten.sum.dim_IntList, edit.call(aten.where.ScalarOther, chosen, x, 0), gone, keep)
+        count = edit.all_reduce(edit.call(aten.sum.dim_IntList, chosen, gone, keep))
+        mean = edit.call(aten.div.Tensor, edit.all_reduce(total), count)
+        # The value itself and not the mean of equal ones, which may be rounded.
+        best = best if keep else edit.call(aten.reshape.default, best, edit.sizes(op.shape))
+        exact = edit.call(aten.sub.Tensor, best, edit.call(aten.detach.default, mean))
+        finite = edit.call(aten.isfinite.default, exact)
+        return edit.call(aten.add.Tensor, mean, edit.call(aten.where.ScalarOther, finite, exact, 0))
+
+    return Placement((WHOLE,), local=local)
+
+
 def _sum(op: Op) -> Placement:
     """Over the cut axis: the sum of this rank's real elements."""
     layout = op.operands[0].layout
@@ -92,7 +130,8 @@ def _logical(op: Op) -> Placement:
         decisive = edit.call(aten.ne.Scalar if is_any else aten.eq.Scalar, args["self"], 0)
         decisive = edit.call(aten.logical_and.default, decisive, edit.real(layout, operand.ndim))
         count = edit.call(aten.sum.dim_IntList, decisive, gone, bool(args.get("keepdim", False)))
-        return edit.call(aten.ne.Scalar if is_any else aten.eq.Scalar, edit.all_reduce(count), 0)
+        result = edit.call(aten.ne.Scalar if is_any else aten.eq.Scalar, edit.all_reduce(count), 0)
+        return edit.call(aten._to_copy.default, result, dtype=node.meta["val"].dtype)
 
     return Placement((WHOLE,), local=local)
 
@@ -111,12 +150,13 @@ def _count_nonzero(op: Op) -> Placement:
 
 
 _OVER = (
-    "amax.default amin.default max.dim min.dim argmax.default argmin.default logsumexp.default prod.dim_int "
+    "max.dim min.dim argmax.default argmin.default logsumexp.default prod.dim_int "
     "prod.default var.dim var.correction std.dim std.correction var_mean.correction std_mean.correction median.dim "
-    "linalg_vector_norm.default norm.ScalarOpt_dim max.default min.default"
+    "linalg_vector_norm.default norm.ScalarOpt_dim"
 )
 RULES: dict[object, Rule] = {
     **dict.fromkeys(overloads(_OVER), _reduce),
+    **dict.fromkeys(overloads("amax.default amin.default max.default min.default"), _extreme),
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,

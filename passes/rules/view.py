@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
@@ -41,7 +42,7 @@ def _view(op: Op) -> Placement:
     layout = operand.layout
     if not isinstance(layout, Sharded):
         return by_labels(op, {operand.index: [None] * operand.ndim}, [[None]])
-    if not same(product(operand.shape), product(op.shape)) or any(size == 0 for size in op.shape):
+    if any(size == 0 for size in op.shape):
         raise NoRule(f"{op.name} of an empty tensor")
     moved = follow(layout, operand.shape, op.shape)
     wants: dict[int, Layout] = {}
@@ -109,9 +110,12 @@ def _squeeze(op: Op) -> Placement:
     dims = op.arguments.get("dim", list(range(operand.ndim)))
     dims = {wrap(dim, operand.ndim) for dim in ([dims] if isinstance(dims, int) else dims)}
     gone = {dim for dim in dims if operand.shape[dim] == 1}
-    return by_labels(
+    placement = by_labels(
         op, {0: dims_as_labels(operand, blocked=gone)}, [[d for d in range(operand.ndim) if d not in gone]]
     )
+    # By name: a slice of the cut dim may be one row long.
+    form: LocalForm = lambda edit, node, args: edit.call(aten.squeeze.dims, args["self"], sorted(gone))
+    return replace(placement, local=form)
 
 
 def _expand(op: Op) -> Placement:
