@@ -164,7 +164,7 @@ def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
         known = sorted({candidate.name for candidate in reaching or candidates})
         raise RefusedError(
             f"options['sequence'] is {option!r}, and no such input reaches an attention's queries",
-            f"name one of: {', '.join(known) or '(none)'}; or an input and its dim, as in ({name!r}, 1)",
+            f"name one of: {', '.join(known) or '(none)'}; or an input and its dim, as in ({(known or [name])[0]!r}, 1)",
         )
     return chosen
 

@@ -53,9 +53,9 @@ def no_rule(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return lm.head(torch.kthvalue(lm.blocks[0](lm.embed(ids)), 1, 1)[0]).sum()
 
 
-def attention_by_hand(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    x = lm.blocks[0](lm.embed(ids))
-    return lm.head(torch.softmax(x @ x.transpose(1, 2), -1) @ x).sum()
+def full_convolution(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    x = lm.blocks[0](lm.embed(ids)).transpose(1, 2)
+    return F.conv1d(x, torch.ones(3, 32, 3, dtype=x.dtype)).sum()
 
 
 def no_attention(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -71,12 +71,12 @@ def several_sequences(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.
     return lm.blocks[0](lm.embed(ids)).sum() + lm.blocks[1](lm.embed(labels.abs() % 7)).sum()
 
 
-def dropped(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.dropout(lm.blocks[0](lm.embed(ids)), 0.1).sum()
+def shuffled(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (lm.blocks[0](lm.embed(ids)) * torch.randperm(ids.shape[1])[:, None]).sum()
 
 
-def noise_on_a_whole_value(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (lm.blocks[0](lm.embed(ids)) + torch.randn(ids.shape[1], 1)).sum()
+def randomly_leaky(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.rrelu(lm.blocks[0](lm.embed(ids)), training=True).sum()
 
 
 def flex(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -98,12 +98,12 @@ REFUSED: dict[str, tuple[Thing, list[str]]] = {
         no_rule,
         [r"aten\.kthvalue\.default has no rule", HERE + r"return lm\.head\(torch\.kthvalue", "fallback"],
     ),
-    "by hand": (attention_by_hand, ["aten.matmul.default of two operands", HERE, "scaled_dot_product_attention"]),
+    "conv": (full_convolution, [r"aten\.conv1d\.default mixes the positions of the sequence", HERE, "fallback"]),
     "no attention": (no_attention, ["nothing to share among the ranks", "remedy"]),
     "nothing sharded": (attention_of_a_parameter, ["nothing becomes sharded", HERE, "pass the token ids"]),
     "several": (several_sequences, [r"several inputs hold sequences of their own: ids \(dim 1\), labels", "sequence"]),
-    "dropout": (dropped, ["aten.dropout.default takes random numbers", HERE, "eval mode"]),
-    "noise": (noise_on_a_whole_value, ["aten.randn.default takes random numbers", HERE, "remedy"]),
+    "randperm": (shuffled, ["aten.randperm.default takes random numbers", HERE, "remedy"]),
+    "rrelu": (randomly_leaky, ["takes random numbers", HERE, "remedy"]),
     "flex_attention": (flex, ["higher-order op flex_attention has no rule", HERE, "plain torch ops"]),
 }
 

@@ -95,8 +95,7 @@ def _index_labels(op: Op, shape: tuple[Size, ...] | None) -> tuple[dict[int, Lab
     if any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
         raise NoRule(
             f"{op.name} with a mask picks a number of positions that depends on the data",
-            "weigh the positions by the mask, or pick them outside of the compiled function",
-            placement=False,
+            'weigh the positions by the mask, or use options={"fallback": "gather"}',
         )
     ndim = max(index.ndim for index in tensors)
     adjacent = places == list(range(places[0], places[-1] + 1))

@@ -161,6 +161,14 @@ def test_two_of_a_kind_and_one_of_another(attend: Any) -> None:
     exact(lambda: Several(attend), [tokens(), tokens(seed=2)])
 
 
+@pytest.mark.parametrize("attend", [linear, talking])
+def test_the_only_attention_where_the_sequence_is_named(attend: Any) -> None:
+    """Neither is told by its form from a product of batches."""
+    with pytest.raises(Exception, match=r"(?s)nothing to share.*sequence"):
+        exact(lambda: LM(attend=attend), [tokens(), tokens(seed=2)])
+    exact(lambda: LM(attend=attend), [tokens(), tokens(seed=2)], sequence=("args[0]", 1))
+
+
 class Fused(nn.Module):
     """q, k and v are strided views of one projection."""
 

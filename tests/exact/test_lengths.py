@@ -103,9 +103,10 @@ def test_positions_that_know_the_length(positions: Any) -> None:
 
 def test_symbolic_lengths_too() -> None:
     module = seeded(lambda: LM(attend=root_scaled, positions=lambda ids, x: torch.arange(x.shape[1]) / x.shape[1]))
-    ids = tokens()
-    torch._dynamo.mark_dynamic(ids, 1)
-    report = verify(module, [ids, tokens(seed=2)], cp_size=4)
+    inputs = [tokens(), tokens(seed=2)]
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 1)
+    report = verify(module, inputs, cp_size=4)
     assert report.ok, report
 
 

@@ -122,6 +122,19 @@ def test_all_labels_ignored(name: str) -> None:
     exact(lambda: LM(loss=LOSSES[name][0]), [tokens(), torch.full((2, 13), -100)])
 
 
+def test_picked_by_a_mask() -> None:
+    """How many positions there are depends on the data: refused, and exact when gathered."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        keep = labels != -100
+        return F.cross_entropy(logits[keep], labels[keep])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with pytest.raises(Exception, match=r"(?s)with a mask picks a number of positions.*remedy: weigh"):
+            exact(lambda: LM(loss=loss), [tokens(), LABELS])
+        exact(lambda: LM(loss=loss), [tokens(), LABELS], fallback="gather")
+
+
 def test_two_losses_of_one_model() -> None:
     """A multi-token head: the second one predicts the token after the next."""
 

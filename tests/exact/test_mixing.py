@@ -99,6 +99,18 @@ def pooled_by_two(x: Tensor) -> Tensor:
     return x[:, ::2].repeat_interleave(2, 1)[:, :13] * x[:, :13]
 
 
+def blocks(x: Tensor) -> Tensor:
+    """Means of blocks of 4, the last of them padded."""
+    padded = F.pad(x, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4))
+    return padded.mean(2).repeat_interleave(4, 1)[:, : x.shape[1]]
+
+
+def off_the_diagonal(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.diagonal(0, 1, 2).zero_()
+    return x
+
+
 MIXES: dict[str, Any] = {
     "depthwise conv": Conv,
     "grouped conv": lambda: Conv(groups=8, kernel=3),
@@ -122,6 +134,9 @@ MIXES: dict[str, Any] = {
     "max over it": lambda: Of(lambda x: x.amax(1, keepdim=True) - x.max(1, keepdim=True).values * 0.5),
     "squeeze and excite": lambda: Of(lambda x: x * x.mean(1, keepdim=True).sigmoid()),
     "instance norm": lambda: Of(lambda x: (x - x.mean(1, keepdim=True)) * (x.var(1, keepdim=True) + 1e-5).rsqrt()),
+    "blocks": lambda: Of(blocks),
+    "squeezed": lambda: Of(lambda x: x.squeeze() * 2 + x[..., :1].squeeze(-1)[..., None]),
+    "against the first": lambda: Of(lambda x: x - x[:, :1] * x[:, -1:].expand_as(x)),
     # token-wise controls
     "einsum": lambda: Of(lambda x: torch.einsum("bsd,de->bse", x, torch.eye(DIM, dtype=x.dtype) * 2)),
     "split": lambda: Of(lambda x: torch.cat(x.split([2, DIM - 2], -1)[::-1], -1)),
@@ -164,6 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "few groups": (lambda: Conv(groups=2), "aten.conv1d.default"),
     "fft": (lambda: Of(lambda x: torch.fft.fft(x, dim=1).real), "aten.fft_fft.default"),
     "two fft": (lambda: Of(lambda x: torch.fft.fft(torch.fft.fft(x, dim=-1), dim=1).real), "aten.fft_fft.default"),
+    "diagonal": (lambda: Of(off_the_diagonal), "aten.diagonal"),
     "gru": (lambda: Recurrent(nn.GRU), "aten.gru.input"),
     "lstm": (lambda: Recurrent(nn.LSTM), "aten.lstm.input"),
     "norm over it": (lambda: Of(lambda x: F.layer_norm(x, x.shape[1:])), "aten.layer_norm.default"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cp_compile import verify
 from tests.exact.lm import DIM, LM, cross_entropy, exact, seeded, tokens
 
 
@@ -143,6 +144,20 @@ def moving_largest(module: Counting, h: Tensor) -> None:
 def a_slice(module: Counting, h: Tensor) -> None:
     """Gathered: it has one element a position."""
     module.seen[:13].copy_(h[0, :, 0])
+
+
+def test_a_parameter_that_the_forward_writes_to_is_refused() -> None:
+    class Renormalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = LM()
+            self.lm.e = nn.Embedding(61, DIM, max_norm=2.0)
+
+        def forward(self, *inputs: Tensor) -> Any:
+            return self.lm(*inputs)
+
+    with pytest.raises(Exception, match=r"(?s)writes to a parameter of shape \[61, 32\].*remedy"):
+        verify(seeded(Renormalised), [tokens(), tokens(seed=2)], cp_size=2)
 
 
 @pytest.mark.parametrize("update", [moving_mean, moving_largest, a_slice])

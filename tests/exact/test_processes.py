@@ -203,6 +203,7 @@ class Mixing(nn.Module):
 
 def mixing(compiler: str, lengths: tuple[int, ...]) -> int:
     """How often the model was compiled."""
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     module = seeded(Mixing)
     plain = copy.deepcopy(module)
     options = {"compiler": compiler, "inductor": {"cpp.simdlen": 1}}
@@ -219,7 +220,7 @@ def mixing(compiler: str, lengths: tuple[int, ...]) -> int:
         right.backward()
         loss.backward()
         assert_mean_gradients(module, plain)
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]  # type: ignore[no-any-return]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] - before  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("compiler", "lengths"), [("inductor", (13,)), ("aot_eager", (13, 29, 16))])

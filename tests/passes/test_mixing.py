@@ -239,7 +239,16 @@ def test_exact_without_leave_to_gather(name: str, cp_size: int) -> None:
 GATHERED = {
     **dict.fromkeys(("amax", "ties", "max", "var", "norm", "by hand, grouped"), 2),
     **dict.fromkeys(("max, kept", "argmax", "norm over it", "expert choice", "learned queries", "the last query"), 1),
-    **dict.fromkeys(("by hand, one head", "by hand, three heads", "a mask of hidden states"), 1),
+    **dict.fromkeys(
+        (
+            "by hand, one head",
+            "by hand, three heads",
+            "a mask of hidden states",
+            "bool triangle",
+            "positions as classes",
+        ),
+        1,
+    ),
 }
 
 
