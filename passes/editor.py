@@ -23,6 +23,7 @@ __all__ = ["COLLECTIVES", "Editor", "is_tensor", "rewire", "schema_arguments", "
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _COPIED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
+_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 COLLECTIVES = (_c10d.all_to_all_single.default, _c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
 
 
@@ -79,6 +80,23 @@ class Editor:
         """A partial value summed over the ranks, or their largest (``"max"``), which has no gradient."""
         value = self.call(_c10d.all_reduce.default, value, op, self.context.group_name)
         return self.call(_c10d.wait_tensor.default, value)
+
+    def sent(self, value: Node, move: Callable[[Node], Node]) -> Node:
+        """``move(value)``, in a dtype that every backend sends: narrow ints as int32, complex numbers as pairs."""
+        val = value.meta["val"]
+        if val.dtype.is_complex:
+            wide, narrow = (
+                self.call(aten.view_as_real.default, value),
+                lambda x: self.call(aten.view_as_complex.default, x),
+            )
+        elif val.dtype in _NARROW:
+            wide = self.call(aten._to_copy.default, value, dtype=torch.int32)
+            narrow = lambda x: self.call(aten._to_copy.default, x, dtype=val.dtype)
+        else:
+            return move(value)
+        with val.fake_mode:
+            wide.meta["val"] = torch.view_as_real(val) if val.dtype.is_complex else val.to(torch.int32)
+        return narrow(self.call(aten.contiguous.default, move(wide)))
 
     def keep(self, where: Node, value: Node, dtype: torch.dtype) -> Node:
         """``value`` of ``dtype`` where a bool tensor is true, and zero elsewhere, of the same dtype."""

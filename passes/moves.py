@@ -108,7 +108,7 @@ def insert_moves(module: GraphModule, context: Context, kind: str, build: Build)
                 key = source, step[1]
                 if key not in made:
                     with edit.after(source):
-                        made[key] = build(edit, source, have, step[1])
+                        made[key] = _sent(edit, build, source, have, step[1])
                     made[key].meta.update(
                         val=source.meta["val"],
                         cp_layout=(step[1],),
@@ -118,3 +118,10 @@ def insert_moves(module: GraphModule, context: Context, kind: str, build: Build)
                 sources[i] = made[key]
         rewire(node, sources)
     return module
+
+
+def _sent(edit: Editor, build: Build, source: Node, have: Layout, want: Layout) -> Node:
+    """A slice sends nothing; the other moves send the value."""
+    if isinstance(have, Whole):
+        return build(edit, source, have, want)
+    return edit.sent(source, lambda value: build(edit, value, have, want))

@@ -9,7 +9,6 @@ and averaging over ranks, as DDP and FSDP2 do, gives the gradient of the whole s
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
@@ -19,10 +18,6 @@ from cp_compile.passes.moves import insert_moves
 
 __all__ = ["reduce_partial"]
 
-aten = torch.ops.aten
-# No backend sums all of these.
-_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
-
 
 def reduce_partial(module: GraphModule, context: Context) -> GraphModule:
     """Sums partial values over the ranks. Idempotent."""
@@ -30,8 +25,4 @@ def reduce_partial(module: GraphModule, context: Context) -> GraphModule:
 
 
 def _reduce(edit: Editor, value: Node, have: Layout, want: Layout) -> Node:
-    dtype = value.meta["val"].dtype
-    if dtype not in _NARROW:
-        return edit.all_reduce(value)
-    total = edit.all_reduce(edit.call(aten._to_copy.default, value, dtype=torch.int32))
-    return edit.call(aten._to_copy.default, total, dtype=dtype)
+    return edit.all_reduce(value)

@@ -161,10 +161,10 @@ def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
     else:
         chosen = [candidate for candidate in of_the_name if candidate.lengths]
     if not chosen:
-        known = sorted({candidate.name for candidate in reaching or candidates})
+        known = sorted({candidate.name for candidate in reaching or candidates}) or [name]
         raise RefusedError(
             f"options['sequence'] is {option!r}, and no such input reaches an attention's queries",
-            f"name one of: {', '.join(known) or '(none)'}; or an input and its dim, as in ({(known or [name])[0]!r}, 1)",
+            f"name one of: {', '.join(known)}; or an input and its dim, as in ({known[0]!r}, 1)",
         )
     return chosen
 

@@ -11,6 +11,7 @@ from cp_compile.passes.layouts import Sharded
 from cp_compile.passes.rules.along import along
 from cp_compile.passes.rules.op import Op, Placement, Rule, by_labels, wrap
 from cp_compile.passes.rules.pointwise import broadcast_labels
+from cp_compile.passes.rules.reduction import accumulation_dtype
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -30,9 +31,9 @@ def _softmax(op: Op) -> Placement:
         return along(op, [dim])
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        x = args["self"]
-        if args.get("dtype") is not None:
-            x = edit.call(aten._to_copy.default, x, dtype=args["dtype"])
+        # In float32 where the values are narrower, as torch's own kernels do.
+        dtype = node.meta["val"].dtype
+        x = edit.call(aten._to_copy.default, args["self"], dtype=accumulation_dtype(dtype))
         real = edit.real(layout, operand.ndim)
         masked = edit.call(aten.where.ScalarOther, real, edit.call(aten.detach.default, x), float("-inf"))
         largest = edit.all_reduce(edit.call(aten.amax.default, masked, [dim], True), "max")
@@ -42,8 +43,10 @@ def _softmax(op: Op) -> Placement:
         total = edit.call(aten.sum.dim_IntList, edit.call(aten.where.ScalarOther, real, terms, 0), [dim], True)
         total = edit.all_reduce(total)
         if op.target in _LOG:
-            return edit.call(aten.sub.Tensor, shifted, edit.call(aten.log.default, total))
-        return edit.call(aten.div.Tensor, terms, total)
+            result = edit.call(aten.sub.Tensor, shifted, edit.call(aten.log.default, total))
+        else:
+            result = edit.call(aten.div.Tensor, terms, total)
+        return edit.call(aten._to_copy.default, result, dtype=dtype)
 
     return Placement((layout,), local=local)
 

@@ -250,6 +250,36 @@ def test_custom_functions(two_ranks: Ranks, compiler: str) -> None:
     two_ranks.run(custom_function, compiler)
 
 
+# -- dtypes that a backend cannot send ------------------------------------------------------------------------------
+
+DTYPES: dict[str, Any] = {
+    "bool, exchanged": lambda h: (h > 0).flip(1) * h,
+    "int16, exchanged": lambda h: (h * 3).to(torch.int16).flip(1) * h,
+    "bool, picked": lambda h: (h > 0)[:, -1] * h[:, 0],
+    "bool, gathered": lambda h: (h > 0.1).any(1) * (h > 0).int().amax(1) * h[:, 0],
+    "complex, exchanged": lambda h: torch.view_as_real(
+        torch.view_as_complex(h.unflatten(-1, (-1, 2)))[:, 1:] * torch.view_as_complex(h.unflatten(-1, (-1, 2)))[:, :-1]
+    ),
+    "bfloat16, softmax": lambda h: h.bfloat16().softmax(1) * h,
+    "float16, largest": lambda h: h.half().max() * h,
+}
+
+
+def sent() -> None:
+    lm = seeded(LM)
+    for name, function in DTYPES.items():
+        torch._dynamo.reset()
+        pooled = lambda ids, function=function: function(lm.hidden(ids)).sum()
+        loss, right = compiled(pooled)(tokens()), pooled(tokens())
+        limit = 1e-3 if "float" in name else 1e-12
+        assert relative_error(loss.detach(), right.detach()) <= limit, name
+        loss.backward()
+
+
+def test_every_dtype_is_sent(two_ranks: Ranks) -> None:
+    two_ranks.run(sent)
+
+
 # -- kernels of attention -------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from cp_compile.errors import RefusedError
-from tests.bench import check
+from cp_compile.simulate import Simulation, simulated_group
+from tests.bench import check, rewritten
 
 B, S, H, D = 2, 5, 4, 6
 T = torch.Tensor
@@ -236,20 +237,13 @@ def test_exact_without_leave_to_gather(name: str, cp_size: int) -> None:
 
 
 # What is gathered at 4 ranks: small results, and what no dim can carry (a batch of 2, one head, three heads).
-GATHERED = {
-    **dict.fromkeys(("amax", "ties", "max", "var", "norm", "by hand, grouped"), 2),
-    **dict.fromkeys(("max, kept", "argmax", "norm over it", "expert choice", "learned queries", "the last query"), 1),
-    **dict.fromkeys(
-        (
-            "by hand, one head",
-            "by hand, three heads",
-            "a mask of hidden states",
-            "bool triangle",
-            "positions as classes",
-        ),
-        1,
+GATHERED = dict.fromkeys(("amax", "ties", "max", "var", "norm", "by hand, grouped"), 2) | dict.fromkeys(
+    (
+        "max, kept", "argmax", "norm over it", "expert choice", "learned queries", "the last query",
+        "by hand, one head", "by hand, three heads", "a mask of hidden states", "bool triangle", "positions as classes",
     ),
-}
+    1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -257,6 +251,19 @@ def test_little_is_gathered(name: str) -> None:
     function, inputs, cut = CASES[name]
     counts = check(function, inputs, cut, cp_size=4, outputs="local")
     assert counts["all_gather_into_tensor"] == GATHERED.get(name, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softmax_in_half_precision_is_as_exact_as_torch_has_it(dtype: torch.dtype) -> None:
+    """Summed in float32: 3000 terms in half precision would be off by some per cent."""
+    wide = x(1, 3000, 4).to(dtype)
+    module, context = rewritten(lambda a: a.softmax(1), [wide], {0: 1})
+    with simulated_group(2):
+        (found,) = Simulation(module, context.outputs, 2)(wide)
+    right = wide.double().softmax(1)
+    plain = (wide.softmax(1).double() - right).norm()
+    assert found.dtype == dtype
+    assert (found.double() - right).norm() <= 1.25 * plain
 
 
 REFUSED: dict[str, tuple[Case, str]] = {
