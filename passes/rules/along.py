@@ -31,9 +31,10 @@ def _along_one(op: Op) -> Placement:
 
 
 def _along_some(op: Op) -> Placement:
-    """``flip`` and ``roll``."""
+    """``flip``, ``roll``, and the Fourier transforms."""
     ndim = op.operands[0].ndim
-    return along(op, [wrap(dim, ndim) for dim in op["dims"] or range(ndim)])
+    dims = op["dims"] if "dims" in op.arguments else op["dim"]
+    return along(op, [wrap(dim, ndim) for dim in dims or range(ndim)])
 
 
 def _pad(op: Op) -> Placement:
@@ -72,6 +73,7 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys(overloads(_ONE), _along_one),
     aten.tril.default: _triangle,
     aten.triu.default: _triangle,
+    **dict.fromkeys(overloads("_fft_r2c.default _fft_c2c.default _fft_c2r.default"), _along_some),
     aten.flip.default: _along_some,
     aten.roll.default: _along_some,
     aten.pad.default: _pad,

@@ -243,6 +243,7 @@ RULES: dict[object, Rule] = {
     aten.gather.default: _gather,
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten.index_add.default: _index_add,
     aten.index_copy.default: _index_add,

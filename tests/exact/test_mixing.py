@@ -137,6 +137,15 @@ MIXES: dict[str, Any] = {
     "blocks": lambda: Of(blocks),
     "squeezed": lambda: Of(lambda x: x.squeeze() * 2 + x[..., :1].squeeze(-1)[..., None]),
     "against the first": lambda: Of(lambda x: x - x[:, :1] * x[:, -1:].expand_as(x)),
+    "fft": lambda: Of(lambda x: torch.fft.fft(x, dim=1).real),
+    "fft of both": lambda: Of(lambda x: torch.fft.fft(torch.fft.fft(x, dim=-1), dim=1).real),
+    "filter": lambda: Of(lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 0.5, n=x.shape[1], dim=1)),
+    "long convolution": lambda: Of(
+        lambda x: torch.fft.irfft(
+            torch.fft.rfft(x, n=64, dim=1) * torch.fft.rfft(torch.ones(64, 1), dim=0), n=64, dim=1
+        )[:, : x.shape[1]]
+    ),
+    "interpolated": lambda: Of(lambda x: F.interpolate(x.mT, x.shape[1]).mT),
     # token-wise controls
     "einsum": lambda: Of(lambda x: torch.einsum("bsd,de->bse", x, torch.eye(DIM, dtype=x.dtype) * 2)),
     "split": lambda: Of(lambda x: torch.cat(x.split([2, DIM - 2], -1)[::-1], -1)),
@@ -177,8 +186,6 @@ class Recurrent(nn.Module):
 REFUSED: dict[str, tuple[Any, str]] = {
     "full conv": (lambda: Conv(groups=1), "aten.conv1d.default"),
     "few groups": (lambda: Conv(groups=2), "aten.conv1d.default"),
-    "fft": (lambda: Of(lambda x: torch.fft.fft(x, dim=1).real), "aten.fft_fft.default"),
-    "two fft": (lambda: Of(lambda x: torch.fft.fft(torch.fft.fft(x, dim=-1), dim=1).real), "aten.fft_fft.default"),
     "diagonal": (lambda: Of(off_the_diagonal), "aten.diagonal"),
     "gru": (lambda: Recurrent(nn.GRU), "aten.gru.input"),
     "lstm": (lambda: Recurrent(nn.LSTM), "aten.lstm.input"),
@@ -187,8 +194,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: Of(lambda x: F.batch_norm(x.mT, None, None, training=True).mT), "aten._native_batch_norm_legit"),
     "median of all": (lambda: Of(lambda x: x.median()), "aten.median.default"),
     "kthvalue": (lambda: Of(lambda x: x.kthvalue(2, 1, True).values), "aten.kthvalue.default"),
-    "pool": (lambda: Of(lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT), "aten.avg_pool1d.default"),
-    "interpolate": (lambda: Of(lambda x: F.interpolate(x.mT, x.shape[1]).mT), "aten.upsample_nearest1d"),
+    "pool": (lambda: Of(lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT), "aten.avg_pool2d.default"),
     "unfold": (lambda: Of(lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1)), "aten.unfold.default"),
 }  # fmt: skip
 

@@ -223,9 +223,9 @@ def mixing(compiler: str, lengths: tuple[int, ...]) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"] - before  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("compiler", "lengths"), [("inductor", (13,)), ("aot_eager", (13, 29, 16))])
+@pytest.mark.parametrize(("compiler", "lengths"), [("inductor", (13,)), ("aot_eager", (13, 29))])
 def test_many_kinds_of_mixing(two_ranks: Ranks, compiler: str, lengths: tuple[int, ...]) -> None:
-    """Three lengths by one program."""
+    """Two lengths by one program."""
     for graphs in two_ranks.run(mixing, compiler, lengths):
         assert graphs == 1
 
@@ -269,7 +269,7 @@ def sent() -> None:
     lm = seeded(LM)
     for name, function in DTYPES.items():
         torch._dynamo.reset()
-        pooled = lambda ids, function=function: function(lm.hidden(ids)).sum()
+        pooled = lambda ids, function=function: function(lm.hidden(ids)).square().sum()
         loss, right = compiled(pooled)(tokens()), pooled(tokens())
         limit = 1e-3 if "float" in name else 1e-12
         assert relative_error(loss.detach(), right.detach()) <= limit, name

@@ -153,6 +153,8 @@ CASES: dict[str, Case] = {
     "depthwise conv, as long": (lambda a, w: F.conv1d(a.mT, w, padding="same", groups=D).mT * a,
                                 [x(), x(D, 1, 3)], {0: 1}),
     "pointwise conv": (lambda a, w, b: F.conv1d(a.mT, w, b), [x(), x(3, D, 1), x(3)], {0: 1}),
+    "fft": (lambda a: torch.fft.fft(a, dim=1).abs() * a, [x()], {0: 1}),
+    "rfft": (lambda a: torch.fft.irfft(torch.fft.rfft(a, dim=1), n=7, dim=1) * 2, [x()], {0: 1}),
     # picking
     "gather a row": (lambda a, i: a.gather(1, i[:, None, None].expand(B, 1, D)).squeeze(1), [x(), LAST], {0: 1}),
     "gather many": (lambda a, i: a.gather(1, i), [x(), ints(B, S + 2, D)], {0: 1}),
@@ -272,7 +274,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
         r"aten\.conv1d\.default mixes the positions of the sequence",
     ),
     "layer_norm over it": ((lambda a: F.layer_norm(a, (S, D)), [x()], {0: 1}), r"aten\.layer_norm\.default mixes"),
-    "fft": ((lambda a: torch.fft.fft(a, dim=1).real, [x()], {0: 1}), r"aten\._fft_r2c\.default has no rule"),
     "einsum of a diagonal": ((lambda a: torch.einsum("bii->bi", a[..., :S]), [x()], {0: 1}), "with a diagonal"),
     "cut into pieces": ((lambda a: a.reshape(B, 2, 3), [x(B, 6)], {0: 1}), "into pieces"),
     "keys of fewer dims": (
