@@ -173,7 +173,6 @@ def _check_frames() -> None:
 
 def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
     """Refuses what Dynamo would do around the graph that makes a rewrite of it wrong."""
-    _check_frames()
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         frame = reason.user_stack[-1] if reason.user_stack else None
@@ -184,6 +183,7 @@ def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None
             "fullgraph=True to see it as an error of torch's own",
             line=f"{frame.filename}:{frame.lineno}{code}" if frame is not None else "",
         )
+    _check_frames()
     if active_ddp_module() is not None and torch._dynamo.config.optimize_ddp:
         raise RefusedError(
             "DistributedDataParallel with torch._dynamo.config.optimize_ddp on splits the graph before it is rewritten",

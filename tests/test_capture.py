@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from cp_compile.capture import capture, capture_export
-from cp_compile.errors import RefusedError, module_path, user_line
+from cp_compile.errors import module_path, user_line
 from tests.models import Config, batch, model
 
 aten = torch.ops.aten
@@ -203,10 +204,12 @@ class Doubled(torch.autograd.Function):
         return grad * 3
 
 
-def test_a_custom_autograd_function_is_refused() -> None:
+def test_a_custom_autograd_function_is_one_node_with_both_bodies() -> None:
     """Inlined, its forward would lose its backward."""
-    with pytest.raises(
-        Exception, match=r"(?s)RefusedError: the higher-order op autograd_function_apply.*test_capture\.py"
-    ):
-        captured(lambda x: Doubled.apply(x) + 1, torch.ones(3, requires_grad=True))
-    assert issubclass(RefusedError, RuntimeError)
+    module = captured(lambda x: Doubled.apply(x) + 1, torch.ones(3, requires_grad=True))
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply)
+    forward, backward = (getattr(module, body.target) for body in node.args[:2])
+    for body in (forward, backward):
+        assert any(isinstance(inner.target, torch._ops.OpOverload) for inner in body.graph.nodes)
+        assert isinstance(body.graph.output_node().args[0], list | tuple)
+    assert [use.target for use in node.users] == [operator.getitem]

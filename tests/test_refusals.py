@@ -53,9 +53,9 @@ def no_rule(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return lm.head(torch.kthvalue(lm.blocks[0](lm.embed(ids)), 1, 1)[0]).sum()
 
 
-def full_convolution(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    x = lm.blocks[0](lm.embed(ids)).transpose(1, 2)
-    return F.conv1d(x, torch.ones(3, 32, 3, dtype=x.dtype)).sum()
+def normalised_over_it(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    x = lm.blocks[0](lm.embed(ids))
+    return F.layer_norm(x, x.shape[1:]).sum()
 
 
 def no_attention(lm: LM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Thing, list[str]]] = {
         no_rule,
         [r"aten\.kthvalue\.default has no rule", HERE + r"return lm\.head\(torch\.kthvalue", "fallback"],
     ),
-    "conv": (full_convolution, [r"aten\.conv1d\.default mixes the positions of the sequence", HERE, "fallback"]),
+    "norm": (normalised_over_it, [r"aten\.layer_norm\.default mixes the positions of the sequence", HERE, "fallback"]),
     "no attention": (no_attention, ["nothing to share among the ranks", "remedy"]),
     "nothing sharded": (attention_of_a_parameter, ["nothing becomes sharded", HERE, "pass the token ids"]),
     "several": (several_sequences, [r"several inputs hold sequences of their own: ids \(dim 1\), labels", "sequence"]),
