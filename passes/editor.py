@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -184,33 +183,6 @@ class Editor:
             return self.call(aten.reshape.default, real, shape)
 
         return self.once(("real", layout, ndim), make)
-
-    def refill_pads(self, value: Node, window: Sharded, ndim: int, dtype: torch.dtype) -> Node:
-        """``value`` whose rows outside of a window are copies of rows inside it.
-
-        They are real rows of the program, on which the ops behind the window need not be finite. A rank that holds no
-        row of the window is given the first one.
-        """
-        axis, dim = window.axis, window.dim
-        chunk = self.size(axis.chunk)
-
-        def inside() -> Node:
-            first = self.call(aten.mul.Tensor, self.rank, chunk)
-            offset = self.call(aten.arange.default, chunk, dtype=torch.int64, device=self.device)
-            rows = self.call(aten.add.Tensor, first, offset)
-            rows = self.call(aten.clamp.default, rows, self.size(axis.start), self.size(axis.start + axis.size - 1))
-            return self.call(aten.clamp.default, self.call(aten.sub.Tensor, rows, first), 0, self.size(axis.chunk - 1))
-
-        value = self.call(aten.index_select.default, value, dim, self.once(("inside", axis), inside))
-        if axis.is_on_all_ranks(self.context.cp_size):
-            return value
-        first_row = self.real(Sharded(dim, replace(axis, size=1)), ndim)
-        row = self.call(
-            aten.sum.dim_IntList, self.call(aten.where.ScalarOther, first_row, value, 0), [dim], True, dtype=dtype
-        )
-        row = self.all_reduce(row)
-        some = self.call(aten.any.default, self.real(Sharded(0, axis), 1))
-        return self.call(aten.where.self, some, value, row)
 
     def _raw_rows(self, axis: Axis) -> Node:
         def make() -> Node:

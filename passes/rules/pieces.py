@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,9 +65,37 @@ def _window(
         if not operand.dtype.is_floating_point:
             # Where nothing can be infinite, the rows that fall out of the window serve as pads.
             return edit.call(aten.alias.default, value)
-        return edit.refill_pads(value, window, operand.ndim, operand.dtype)
+        return _refill_pads(edit, value, window, operand.ndim, operand.dtype)
 
     return window, local
+
+
+def _refill_pads(edit: Editor, value: Node, window: Sharded, ndim: int, dtype: torch.dtype) -> Node:
+    """``value`` whose rows outside of a window are copies of rows inside it.
+
+    They are real rows of the program, on which the ops behind the window need not be finite. A rank that holds no
+    row of the window is given the first one.
+    """
+    axis, dim = window.axis, window.dim
+    chunk = edit.size(axis.chunk)
+
+    def inside() -> Node:
+        first = edit.call(aten.mul.Tensor, edit.rank, chunk)
+        offset = edit.call(aten.arange.default, chunk, dtype=torch.int64, device=edit.device)
+        rows = edit.call(aten.add.Tensor, first, offset)
+        rows = edit.call(aten.clamp.default, rows, edit.size(axis.start), edit.size(axis.start + axis.size - 1))
+        return edit.call(aten.clamp.default, edit.call(aten.sub.Tensor, rows, first), 0, edit.size(axis.chunk - 1))
+
+    value = edit.call(aten.index_select.default, value, dim, edit.once(("inside", axis), inside))
+    if axis.is_on_all_ranks(edit.context.cp_size):
+        return value
+    first_row = edit.real(Sharded(dim, replace(axis, size=1)), ndim)
+    row = edit.call(
+        aten.sum.dim_IntList, edit.call(aten.where.ScalarOther, first_row, value, 0), [dim], True, dtype=dtype
+    )
+    row = edit.all_reduce(row)
+    some = edit.call(aten.any.default, edit.real(Sharded(0, axis), 1))
+    return edit.call(aten.where.self, some, value, row)
 
 
 def _select(op: Op) -> Placement:

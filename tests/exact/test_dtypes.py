@@ -66,12 +66,12 @@ def gradients(module: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient in found])
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)], ids=["bf16", "autocast"]
+    ("dtype", "autocast", "cp_size"),
+    [(torch.bfloat16, False, 4), (torch.float32, True, 2)],
+    ids=["bf16", "autocast"],
 )
 def test_bf16_is_no_worse_than_the_plain_model(dtype: torch.dtype, autocast: bool, cp_size: int) -> None:
     """The root mean square error of all gradients over 8 seeds, at most a quarter above the plain model's own."""
     plain, ranks = (torch.cat(parts).square().mean().sqrt().item() for parts in zip(*errors(dtype, autocast, cp_size)))
-    print(ranks / plain)
     assert 0 < ranks <= 1.25 * plain, ranks / plain

@@ -64,7 +64,7 @@ def test_shifted(spelling: str, labels: str) -> None:
     exact(
         lambda: LM(loss=SPELLINGS[spelling]),
         [tokens(16), LABELS[labels]],
-        cp_sizes=(2,) if labels == "none" else (2, 4),
+        cp_sizes=(2, 4) if labels == "a boundary alone" else (2,) if labels in ("none", "uneven") else (4,),
     )
 
 
