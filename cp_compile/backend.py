@@ -29,6 +29,9 @@ from cp_compile.runtime import run_wrapper
 __all__ = ["Program", "build_program", "check_dynamo_state", "cp_ulysses"]
 
 
+_ALLOW_RNN = "the model holds a recurrent layer: set torch._dynamo.config.allow_rnn = True"
+
+
 def cp_ulysses(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
@@ -159,7 +162,7 @@ def _check_frames() -> None:
         "take what Dynamo skips out of the forward (torch._dynamo.explain shows it; fullgraph=True makes it an error)"
     )
     if any(isinstance(part, torch.nn.RNNBase) for part in parts) and not torch._dynamo.config.allow_rnn:
-        remedy = "the model holds a recurrent layer: set torch._dynamo.config.allow_rnn = True"
+        remedy = _ALLOW_RNN
     elif any(hasattr(part, "set_requires_gradient_sync") for part in parts):
         remedy = "with FSDP2, call fully_shard on the root only: Dynamo skips the hooks of blocks that are wrapped"
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -177,10 +180,15 @@ def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None
     if reason is not None and reason.graph_break:
         frame = reason.user_stack[-1] if reason.user_stack else None
         code = f" ({frame.line})" if frame is not None and frame.line else ""
+        remedy = (
+            "take the construct out of the forward (torch._dynamo.explain shows all breaks), or compile with "
+            "fullgraph=True to see it as an error of torch's own"
+        )
+        if "RNN" in reason.reason and not torch._dynamo.config.allow_rnn:
+            remedy = _ALLOW_RNN
         raise RefusedError(
             f"the model does not trace as one graph: {reason.reason.splitlines()[0]}",
-            "take the construct out of the forward (torch._dynamo.explain shows all breaks), or compile with "
-            "fullgraph=True to see it as an error of torch's own",
+            remedy,
             line=f"{frame.filename}:{frame.lineno}{code}" if frame is not None else "",
         )
     _check_frames()

@@ -180,6 +180,29 @@ def test_a_probability_of_zero_is_exact(two_ranks: Ranks) -> None:
     two_ranks.run(no_dropout)
 
 
+# -- parameters without a gradient ----------------------------------------------------------------------------------
+
+
+def unused() -> None:
+    from tests.exact.test_parameters import Unused
+
+    for compiler in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        module = seeded(Unused)
+        plain, inputs = copy.deepcopy(module), [tokens(), tokens(seed=2)]
+        plain(*inputs)[0].backward()
+        compiled(module, compiler=compiler)(*inputs)[0].backward()
+        none = {name for name, parameter in module.named_parameters() if parameter.grad is None}
+        assert none == {"idle.weight", "idle.bias"}
+        for (name, parameter), right in zip(module.named_parameters(), plain.parameters(), strict=True):
+            if name not in none:
+                assert relative_error(mean_over_ranks(parameter.grad), right.grad) <= 1e-8, name
+
+
+def test_parameters_without_a_gradient_keep_none(two_ranks: Ranks) -> None:
+    two_ranks.run(unused)
+
+
 # -- many kinds of mixing at once -----------------------------------------------------------------------------------
 
 
