@@ -165,6 +165,8 @@ def _check_frames() -> None:
         remedy = _ALLOW_RNN
     elif any(hasattr(part, "set_requires_gradient_sync") for part in parts):
         remedy = "with FSDP2, call fully_shard on the root only: Dynamo skips the hooks of blocks that are wrapped"
+    elif not torch._dynamo.config.allow_rnn:
+        remedy += "; for a recurrent layer, set torch._dynamo.config.allow_rnn = True"
     file, line = frame.f_code.co_filename, frame.f_lineno
     raise RefusedError(
         f"the model does not trace as one graph: {frame.f_code.co_name} runs eagerly, and the functions that it calls "

@@ -217,7 +217,6 @@ def test_a_recurrent_layer_on_slices_of_the_batch(kind: Any) -> None:
 
 def test_without_the_switch_a_recurrent_layer_is_refused() -> None:
     """As a part of the model, and as a module that a function calls."""
-    module = seeded(lambda: LM(mix=lambda: Recurrent(nn.GRU)))
     gru = Recurrent(nn.GRU).double()
     for mix in (lambda: Recurrent(nn.GRU), lambda: Of(lambda x: gru(x))):
         module = seeded(lambda mix=mix: LM(mix=mix))
