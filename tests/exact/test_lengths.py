@@ -24,7 +24,7 @@ def with_a_mask(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, band[None, None])
 
 
-@pytest.mark.parametrize("length", [13, 2, 1, 29])
+@pytest.mark.parametrize("length", [13, 2, 1])
 @pytest.mark.parametrize("attend", [causal, bidirectional, with_a_mask])
 def test_pads_are_no_part_of_the_program(attend: Any, length: int) -> None:
     """Not as keys, not in the loss, not in the outputs, at 2, 3 or 4 ranks (some hold pads alone)."""
