@@ -68,7 +68,7 @@ def test_built_in_the_model(name: str) -> None:
     exact(lambda: Masked(MASKS[name]), [tokens(), tokens(seed=2)])
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", list(MASKS)[::2])
 def test_given_by_the_caller(name: str) -> None:
     exact(Masked, [tokens(), tokens(seed=2), MASKS[name](13, tokens())], cp_sizes=(2,))
 

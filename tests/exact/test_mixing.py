@@ -160,7 +160,7 @@ def test_exact(name: str) -> None:
     exact(lambda: LM(mix=MIXES[name]), [tokens(), tokens(seed=2)])
 
 
-@pytest.mark.parametrize("name", ["depthwise conv", "scan", "token shift", "cumsum", "sort"])
+@pytest.mark.parametrize("name", ["depthwise conv", "scan", "token shift"])
 def test_on_two_ranks_and_short_sequences(name: str) -> None:
     exact(lambda: LM(mix=MIXES[name]), [tokens(16), tokens(16, seed=2)], cp_sizes=(2,))
     exact(lambda: LM(mix=MIXES[name]), [tokens(3), tokens(3, seed=2)])
