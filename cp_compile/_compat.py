@@ -171,11 +171,10 @@ def record_custom_function(
         outputs: how many of the forward's results are outputs; the others are saved for the backward.
     """
     from torch._subclasses.functional_tensor import disable_functional_mode
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
-    mode: Any = get_proxy_mode()
     inner = [from_functional(value) for value in args]
-    tracer: Any = mode.tracer
+    tracer = proxy_tracer()
     proxies = [tracer.unwrap_proxy(value) for value in inner]
     number = sum(1 for _ in tracer.root.children())
     names = [f"custom_function_{number}_{part}" for part in ("forward", "backward")]

@@ -23,6 +23,7 @@ from cp_compile.errors import CPError, InvariantError, RefusedError
 from cp_compile.group import find_group, rank_tensor
 from cp_compile.options import Options
 from cp_compile.passes import Context, Output, rewrite
+from cp_compile.passes.bind_seed import takes_seed
 from cp_compile.peers import Peers, graph_hash
 from cp_compile.runtime import run_wrapper
 
@@ -103,7 +104,7 @@ class Program:
     @property
     def draws(self) -> bool:
         """Whether it takes a seed."""
-        return any(node.meta.get("cp_seed") for node in self.module.graph.find_nodes(op="placeholder"))
+        return takes_seed(self.module)
 
 
 def build_program(

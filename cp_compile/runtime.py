@@ -17,7 +17,7 @@ from cp_compile._compat import no_autocast
 from cp_compile.group import Group, rank_tensor
 from cp_compile.passes.context import Output
 
-__all__ = ["ScaleGradient", "real_rows", "run_wrapper", "trim", "with_own_dim"]
+__all__ = ["ScaleGradient", "as_shard", "real_rows", "run_wrapper", "trim", "with_own_dim"]
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -67,6 +67,16 @@ def trim(value: torch.Tensor, output: Output, size: int, rank: int, cp_size: int
     split = with_own_dim(value, output, -(-size // cp_size))
     rows = split.narrow(output.dim + 1, 0, real_rows(size, rank, cp_size))
     return rows.flatten(output.dim, output.dim + 2)
+
+
+def as_shard(local: torch.Tensor, group: Group, dim: int, size: int) -> torch.Tensor:
+    """A rank's rows as a ``DTensor`` with ``Shard(dim)``, whose ``dim`` is ``size`` long in the whole."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = group.device_mesh(local.device.type)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
 
 
 def _agreed_seed(group: Group, device: torch.device) -> torch.Tensor:
@@ -128,14 +138,6 @@ def run_wrapper(
         local = trim(value, output, size, group.rank, group.size)
         if local.requires_grad:
             local = ScaleGradient.apply(local, group.size)
-        return local if shards == "local" else _dtensor(local, output.dim, size)
-
-    def _dtensor(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
-        shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = group.device_mesh(local.device.type)
-        return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+        return local if shards == "local" else as_shard(local, group, output.dim, size)
 
     return run

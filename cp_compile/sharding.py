@@ -8,6 +8,7 @@ import torch
 
 from cp_compile.errors import OptionError, RefusedError
 from cp_compile.group import find_group
+from cp_compile.runtime import as_shard, real_rows
 
 __all__ = ["shard"]
 
@@ -31,8 +32,6 @@ def shard(tensor: torch.Tensor, dim: int, mesh: Any = None) -> torch.Tensor:
         OptionError: ``dim`` is out of range.
         RefusedError: ``tensor`` requires grad, which a slice of it would hand back in part.
     """
-    from torch.distributed.tensor import DTensor, Shard
-
     if not -tensor.ndim <= dim < tensor.ndim:
         raise OptionError(f"dim {dim} is out of range for a tensor of {tensor.ndim} dims")
     if tensor.requires_grad:
@@ -42,9 +41,7 @@ def shard(tensor: torch.Tensor, dim: int, mesh: Any = None) -> torch.Tensor:
         )
     dim %= tensor.ndim
     group = find_group(mesh)
-    length = -(-tensor.shape[dim] // group.size)
-    start = min(group.rank * length, tensor.shape[dim])
-    local = tensor.narrow(dim, start, min(length, tensor.shape[dim] - start)).contiguous()
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    device_mesh = group.device_mesh(tensor.device.type)
-    return DTensor.from_local(local, device_mesh, [Shard(dim)], run_check=False, shape=tensor.shape, stride=stride)
+    size = tensor.shape[dim]
+    start = min(group.rank * -(-size // group.size), size)
+    local = tensor.narrow(dim, start, real_rows(size, group.rank, group.size)).contiguous()
+    return as_shard(local, group, dim, size)

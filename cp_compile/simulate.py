@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from cp_compile._compat import LocalTensor, LocalTensorMode, fake_process_group
 from cp_compile.errors import CPError
+from cp_compile.passes.bind_seed import takes_seed
 from cp_compile.passes.context import Output
 from cp_compile.runtime import real_rows, with_own_dim
 
@@ -81,8 +82,7 @@ class Simulation:
 
     def __init__(self, module: GraphModule, outputs: Sequence[Output], cp_size: int, seed: int = 0) -> None:
         self.module = module
-        draws = any(node.meta.get("cp_seed") for node in module.graph.find_nodes(op="placeholder"))
-        self.seed = [torch.tensor(seed)] if draws else []
+        self.seed = [torch.tensor(seed)] if takes_seed(module) else []
         self.outputs = tuple(outputs)
         self.cp_size = cp_size
         self.exchanges = Exchanges({}, {})

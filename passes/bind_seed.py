@@ -13,7 +13,12 @@ from torch.fx import GraphModule
 
 from cp_compile.passes.context import Context
 
-__all__ = ["bind_seed"]
+__all__ = ["bind_seed", "takes_seed"]
+
+
+def takes_seed(module: GraphModule) -> bool:
+    """Whether a rewritten graph draws random numbers, and so has the seed as its last input but one."""
+    return any(node.meta.get("cp_seed") for node in module.graph.find_nodes(op="placeholder"))
 
 
 def bind_seed(module: GraphModule, context: Context) -> GraphModule:
@@ -22,7 +27,7 @@ def bind_seed(module: GraphModule, context: Context) -> GraphModule:
     inputs = module.graph.find_nodes(op="placeholder")
     rank = inputs[-1]
     draws = any("cp_draw" in node.meta for node in module.graph.nodes)
-    if not draws or any(node.meta.get("cp_seed") for node in inputs):
+    if not draws or takes_seed(module):
         return module
     with module.graph.inserting_before(rank):
         seed = module.graph.placeholder("cp_seed")
