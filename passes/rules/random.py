@@ -123,8 +123,16 @@ def _exponential(edit: Editor, node: Node, op: Op, layout: Layout) -> Node:
     return edit.call(aten.clamp_min.default, value, torch.finfo(_dtype(node)).tiny)
 
 
-def _randint(edit: Editor, node: Node, op: Op, layout: Layout) -> Node:
-    """``low + floor(bits * (high - low) / 2**32)``; for ranges up to 2**31."""
+def _randint(op: Op) -> Placement:
+    """For ranges up to 2**31: a wider one would overflow."""
+    span = op["high"] - op.arguments.get("low", 0)
+    if isinstance(span, int) and span > 1 << 31:
+        raise no_draw(op)
+    return _filled(_integers)(op)
+
+
+def _integers(edit: Editor, node: Node, op: Op, layout: Layout) -> Node:
+    """``low + floor(bits * (high - low) / 2**32)``."""
     low, high = op.arguments.get("low", 0), op["high"]
     span = edit.call(aten.mul.Tensor, random_bits(edit, node, op.shape, layout), edit.size(high - low))
     value = edit.call(aten.bitwise_right_shift.Tensor_Scalar, span, 32)
@@ -160,10 +168,10 @@ RULES: dict[object, Rule] = {
     aten.uniform.default: _filled(_uniform),
     aten.normal_functional.default: _filled(_normal),
     aten.exponential.default: _filled(_exponential),
-    aten.randint.default: _filled(_randint),
-    aten.randint.low: _filled(_randint),
-    aten.randint_like.default: _filled(_randint),
-    aten.randint_like.low_dtype: _filled(_randint),
+    aten.randint.default: _randint,
+    aten.randint.low: _randint,
+    aten.randint_like.default: _randint,
+    aten.randint_like.low_dtype: _randint,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli.Tensor: _bernoulli,

@@ -117,6 +117,8 @@ def test_dropout_of_zero_is_the_identity() -> None:
     [
         lambda a: F.rrelu(a, training=True),
         lambda a: a + torch.randperm(S)[:, None],
+        lambda a: a + torch.randint(0, 1 << 40, (S, 1)),
+        lambda a: torch.randint_like(a, -(1 << 31), 1 << 31),
     ],
 )
 def test_other_draws_are_refused(function: Callable[[T], T], fallback: str) -> None:
