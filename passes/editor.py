@@ -210,10 +210,9 @@ class Editor:
             for node in inputs:
                 if isinstance(node.meta["val"], torch.SymInt) and size_of(node.meta["val"]) == symbol:
                     return node
-            for node in inputs:
+            # The tensors of a custom function's body are local ones: their sizes say nothing.
+            for node in inputs if self.context.inputs is None else ():
                 val = node.meta["val"]
-                if self.context.inputs is not None:
-                    break
                 for dim, size in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
                     if size_of(size) == symbol:
                         return self.call(aten.sym_size.int, node, dim)

@@ -21,6 +21,7 @@ __all__ = [
     "Sharded",
     "Size",
     "Whole",
+    "carried_cut",
     "carrier",
     "ceil_div",
     "divide",
@@ -134,6 +135,12 @@ class Axis:
         if not all(isinstance(size, int) for size in (self.size, self.chunk, self.start)):
             return False
         return bool(self.start < self.chunk and self.start + self.size > (cp_size - 1) * self.chunk)
+
+
+def carried_cut(shape: Sequence[Size], blocked: Collection[int], cp_size: int) -> Sharded | None:
+    """The cut of the dim that can best carry it (``carrier``)."""
+    dim = carrier(shape, blocked, cp_size)
+    return None if dim is None else Sharded(dim, Axis.cut(shape[dim], cp_size, "channels"))
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, rewire, tensor_inputs
 from cp_compile.passes.layouts import (
     WHOLE,
-    Axis,
     Layout,
     Partial,
     PerQueryHead,
     Sharded,
     Size,
     Whole,
-    carrier,
+    carried_cut,
     shape_of,
 )
 
@@ -64,10 +63,8 @@ def next_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int) -
         (Partial, PerQueryHead): ("reduce", WHOLE),
     }
     if isinstance(have, Sharded) and isinstance(want, (Sharded, PerQueryHead)) and have.dim == want.dim:
-        dim = carrier(shape, [have.dim], cp_size)
-        return (
-            ("gather", WHOLE) if dim is None else ("exchange", Sharded(dim, Axis.cut(shape[dim], cp_size, "channels")))
-        )
+        other = carried_cut(shape, [have.dim], cp_size)
+        return ("gather", WHOLE) if other is None else ("exchange", other)
     step = steps.get((type(have), type(want)))
     if step is None:
         raise InvariantError(f"no move leads from {have} to {want}")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, Sharded, Size, carrier, product, same
-from cp_compile.passes.rules.op import Labels, NoRule, Op, Operand, Placement, by_labels
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, Sharded, Size, carried_cut, product, same
+from cp_compile.passes.rules.op import Labels, NoRule, Op, Operand, Placement, by_labels, cut_along
 
 __all__ = ["by_exchange", "shown_in"]
 
@@ -48,10 +48,7 @@ def by_exchange(
             f"{list(first.shape)} can carry the cut for cp = {op.cp_size} ranks"
         )
     label, over = carried
-    wants: dict[int, Layout] = {}
-    for o in op.operands:
-        labels = list(operands.get(o.index, ()))
-        wants[o.index] = over.at(labels.index(label)) if label in labels else WHOLE
+    wants = cut_along(op, operands, label, over)
     outs = tuple(over.at(list(labels).index(label)) for labels in out)
     places = [cut.dim] * len(outs) if shown is None else shown
     deliver = tuple(
@@ -86,7 +83,5 @@ def _carrier(
             return _label(o, operands), o.layout
     blocked = [dim for dim, label in enumerate(labels) if label not in everywhere]
     blocked.sort(key=lambda dim: dim != mixed.layout.dim)  # type: ignore[union-attr]
-    dim = carrier(mixed.shape, blocked, op.cp_size)
-    if dim is None:
-        return None
-    return labels[dim], Sharded(dim, Axis.cut(mixed.shape[dim], op.cp_size, "channels"))
+    over = carried_cut(mixed.shape, blocked, op.cp_size)
+    return None if over is None else (labels[over.dim], over)

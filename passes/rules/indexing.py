@@ -43,7 +43,7 @@ def _gather(op: Op) -> Placement:
     ]
     layout = source.layout
     if isinstance(layout, Sharded) and layout.dim == dim and (_few(index.shape[dim], layout) or not layout.pure):
-        return _picked(op, layout, {index.index: index.ndim}, index.ndim)
+        return _picked(op, layout, index, index.ndim)
     return by_exchange(op, {source.index: shared, index.index: shared}, [shared])
 
 
@@ -53,7 +53,7 @@ def _index_select(op: Op) -> Placement:
     labels: list[Hashable] = [None if d == dim else d for d in range(source.ndim)]
     layout = source.layout
     if isinstance(layout, Sharded) and layout.dim == dim and (_few(op.shape[dim], layout) or not layout.pure):
-        return _picked(op, layout, {index.index: source.ndim - dim}, source.ndim)
+        return _picked(op, layout, index, source.ndim - dim)
     if isinstance(index.layout, Sharded):
         if isinstance(layout, Sharded):
             raise NoRule(f"{op.name} of a cut value at cut indices")
@@ -75,7 +75,7 @@ def _index(op: Op) -> Placement:
     if isinstance(layout, Sharded) and layout.dim in places:
         chosen = indices[layout.dim]
         if not layout.pure or _few(product(op.shape[front : front + ndim]), layout, len(places)):
-            return _picked(op, layout, {chosen.index: len(out) - front - ndim + chosen.ndim}, len(out))
+            return _picked(op, layout, chosen, len(out) - front - ndim + chosen.ndim)
         if any(isinstance(index.layout, Sharded) for index in indices if index is not None):
             raise NoRule(f"{op.name} of a cut value at cut positions")
         return by_exchange(op, labels, [out], [front if len(places) == ndim == 1 else None])
@@ -141,25 +141,24 @@ def _few(count: Size, layout: Sharded, dims: int = 1) -> bool:
     return dims > 1 or not isinstance(count, int) or not isinstance(layout.axis.chunk, int) or count < layout.axis.chunk
 
 
-def _picked(op: Op, layout: Sharded, by: Mapping[int, int], ndim: int) -> Placement:
+def _picked(op: Op, layout: Sharded, by: Operand, behind: int) -> Placement:
     """Positions of the cut dim: the rank that holds one gives its value, the others zero.
 
     Args:
         op: a lookup whose source is cut in a dim that is indexed.
         layout: of the source.
-        by: the operand that indexes it, and how many dims of the output stand behind its first one.
-        ndim: dims of the output.
+        by: the operand that indexes it.
+        behind: how many dims of the output there are from its first one on.
     """
-    ((position, behind),) = by.items()
     axis = layout.axis
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         def swap(value: Any, mine: Any) -> Any:
             if isinstance(value, list):
                 return [swap(v, m) for v, m in zip(value, mine, strict=True)]
-            return here if isinstance(value, Operand) and value.index == position else mine
+            return here if value is by else mine
 
-        index = _find(op.arguments, args, position)
+        index = _find(op.arguments, args, by)
         whole = edit.call(aten.add.Tensor, index, edit.size(layout.size))
         index = edit.call(aten.where.self, edit.call(aten.lt.Scalar, index, 0), whole, index)
         before, row, behind_it = _parts(edit, index, layout)
@@ -173,7 +172,7 @@ def _picked(op: Op, layout: Sharded, by: Mapping[int, int], ndim: int) -> Placem
         if behind_it is not None:
             here = edit.call(aten.add.Tensor, edit.call(aten.mul.Tensor, here, edit.size(layout.inner)), behind_it)
         found = edit.call_like(node, {name: swap(value, args[name]) for name, value in op.arguments.items()})
-        shape = op.operands[position].shape
+        shape = by.shape
         mine = edit.call(aten.reshape.default, mine, [*edit.sizes(shape), *[1] * (behind - len(shape))])
         return edit.keep(mine, found, op["self"].dtype)
 
@@ -197,15 +196,15 @@ def _divided(edit: Editor, index: Node, by: int | Node) -> tuple[Node, Node]:
     return quotient, edit.call(aten.sub.Tensor, index, edit.call(aten.mul.Tensor, quotient, by))
 
 
-def _find(arguments: Mapping[str, Any], args: Mapping[str, Any], position: int) -> Node:
-    """The node of the operand with an index."""
+def _find(arguments: Mapping[str, Any], args: Mapping[str, Any], operand: Operand) -> Node:
+    """The node of an operand."""
     pairs = [(value, args[name]) for name, value in arguments.items()]
     for value, node in pairs:
         if isinstance(value, list):
             pairs += list(zip(value, node, strict=True))
-        elif isinstance(value, Operand) and value.index == position:
+        elif value is operand:
             return node  # type: ignore[no-any-return]
-    raise AssertionError(f"no operand {position}")
+    raise AssertionError(f"no operand {operand}")
 
 
 def _one_hot(op: Op) -> Placement:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, Sharded, Size
-from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels
+from cp_compile.passes.layouts import Axis, Layout, Sharded, Size
+from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels, cut_along
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -55,10 +55,7 @@ def _by_heads(op: Op, labels: Mapping[int, Labels], out: Labels, sums: Collectio
         gathers = frozenset(cut.operand for cut in cuts if cut is not over)
     if over is None:
         raise NoRule(f"{op.name} sums over two cut dims at once", "write it as two products")
-    wants: dict[int, Layout] = {}
-    for operand in op.operands:
-        dims = list(labels.get(operand.index, ()))
-        wants[operand.index] = over.layout.at(dims.index(over.label)) if over.label in dims else WHOLE
+    wants = cut_along(op, labels, over.label, over.layout)
     result = over.layout.at(list(out).index(over.label))
     if not summed:
         return Placement((result,), wants, gathers=gathers)

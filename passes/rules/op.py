@@ -25,6 +25,7 @@ __all__ = [
     "Placement",
     "Rule",
     "by_labels",
+    "cut_along",
     "dims_as_labels",
     "overloads",
     "read_op",
@@ -188,6 +189,15 @@ def dims_as_labels(operand: Operand, *, blocked: Collection[int] = ()) -> list[H
     return [None if dim in blocked else dim for dim in range(operand.ndim)]
 
 
+def cut_along(op: Op, operands: Mapping[int, Labels], label: Hashable, layout: Sharded) -> dict[int, Layout]:
+    """Each operand cut in its dim with a label; whole where it has none."""
+    wants: dict[int, Layout] = {}
+    for operand in op.operands:
+        labels = list(operands.get(operand.index, ()))
+        wants[operand.index] = layout.at(labels.index(label)) if label in labels else WHOLE
+    return wants
+
+
 def by_labels(
     op: Op,
     operands: Mapping[int, Labels],
@@ -229,10 +239,7 @@ def by_labels(
     if cut is None:
         return Placement(tuple(WHOLE for _ in op.outputs), {o.index: WHOLE for o in op.operands})
     label, layout = cut
-    wants: dict[int, Layout] = {}
-    for operand in op.operands:
-        labels = list(operands.get(operand.index, ()))
-        wants[operand.index] = layout.at(labels.index(label)) if label in labels else WHOLE
+    wants = cut_along(op, operands, label, layout)
     if label in sums:
         form = summed(layout, wants) if summed else None
         return Placement(tuple(Partial() for _ in op.outputs), wants, local=form)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from cp_compile.passes.layouts import Axis, Layout, Sharded, Size, carrier, divide, local_shape, product, same
+from cp_compile.passes.layouts import Layout, Sharded, Size, carried_cut, divide, local_shape, product, same
 from cp_compile.passes.rules.along import along
 from cp_compile.passes.rules.carried import by_exchange
 from cp_compile.passes.rules.op import LocalForm, NoRule, Op, Placement, Rule, by_labels, dims_as_labels, wrap
@@ -48,8 +48,7 @@ def _view(op: Op) -> Placement:
     wants: dict[int, Layout] = {}
     if moved is None:
         # Another dim, which the view leaves whole, takes the cut (scores [B * H, S, S] that become [B, H, S, S]).
-        other = carrier(operand.shape, [layout.dim], op.cp_size)
-        cut = None if other is None else Sharded(other, Axis.cut(operand.shape[other], op.cp_size, "channels"))
+        cut = carried_cut(operand.shape, [layout.dim], op.cp_size)
         moved = follow(cut, operand.shape, op.shape) if cut else None
         if cut is None or moved is None:
             raise NoRule(
