@@ -22,7 +22,8 @@ __all__ = ["COLLECTIVES", "Editor", "is_tensor", "rewire", "schema_arguments", "
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _COPIED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
-_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
+_NOT_SENT = (torch.int16,)
+_NOT_ADDED = (torch.bool, torch.int8, torch.uint8, torch.int16)
 COLLECTIVES = (_c10d.all_to_all_single.default, _c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
 
 
@@ -80,15 +81,18 @@ class Editor:
         value = self.call(_c10d.all_reduce.default, value, op, self.context.group_name)
         return self.call(_c10d.wait_tensor.default, value)
 
-    def sent(self, value: Node, move: Callable[[Node], Node]) -> Node:
-        """``move(value)``, in a dtype that every backend sends: narrow ints as int32, complex numbers as pairs."""
+    def sent(self, value: Node, move: Callable[[Node], Node], *, added: bool) -> Node:
+        """``move(value)``, in a dtype that every backend sends: int16 as int32, complex numbers as pairs.
+
+        Where the ranks' values are added up, bytes and bools are int32 too; to be passed on they need not grow.
+        """
         val = value.meta["val"]
         if val.dtype.is_complex:
             wide, narrow = (
                 self.call(aten.view_as_real.default, value),
                 lambda x: self.call(aten.view_as_complex.default, x),
             )
-        elif val.dtype in _NARROW:
+        elif val.dtype in (_NOT_ADDED if added else _NOT_SENT):
             wide = self.call(aten._to_copy.default, value, dtype=torch.int32)
             narrow = lambda x: self.call(aten._to_copy.default, x, dtype=val.dtype)
         else:

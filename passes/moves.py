@@ -121,4 +121,4 @@ def _sent(edit: Editor, build: Build, source: Node, have: Layout, want: Layout) 
     """A slice sends nothing; the other moves send the value."""
     if isinstance(have, Whole):
         return build(edit, source, have, want)
-    return edit.sent(source, lambda value: build(edit, value, have, want))
+    return edit.sent(source, lambda value: build(edit, value, have, want), added=isinstance(have, Partial))

@@ -141,6 +141,16 @@ def test_collectives_per_layer() -> None:
         }
 
 
+def test_flags_are_sent_as_bytes() -> None:
+    """And not as the int32 that a sum of them takes."""
+    module, _ = rewritten(lambda a: [(a > 0).flip(1), (a > 0)[:, -1]], [x(2, 8, 4)], {0: 1}, outputs="local")
+    dtypes = {
+        target: [node.args[0].meta["val"].dtype for node in module.graph.find_nodes(op="call_function", target=target)]
+        for target in (c10d.all_to_all_single.default, c10d.all_reduce.default)
+    }
+    assert dtypes == {c10d.all_to_all_single.default: [torch.bool] * 2, c10d.all_reduce.default: [torch.int32]}
+
+
 def test_every_query_is_sent_with_its_own_kv_heads_only() -> None:
     """GQA 8:2 on 4 ranks: one kv head a rank, so k and v are 1/2 of the repeated ones' bytes... of what q takes 1/4."""
     module = rewrite(lm_graph(heads=8, kv_heads=2, width=4, length=16), Context(4, "0"))
