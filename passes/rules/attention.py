@@ -34,6 +34,14 @@ def _sdpa(op: Op) -> Placement:
         if all(not isinstance(operand.layout, Sharded) for operand in op.operands):
             local = _local_form(op, WHOLE, {})
             return Placement((WHOLE,), {operand.index: WHOLE for operand in op.operands}, local=local)
+        cuts = [operand for operand in op.operands if isinstance(operand.layout, Sharded)]
+        for operand in cuts:
+            dim = operand.layout.dim + query.ndim - operand.ndim  # type: ignore[union-attr]
+            if dim < query.ndim - 2:
+                return _on_a_batch_slice(op, operand.layout.at(dim))  # type: ignore[union-attr]
+        if cuts == [op["value"]] and cuts[0].layout.dim == query.ndim - 1 and not draws(op):  # type: ignore[union-attr]
+            wants: dict[int, Layout] = dict.fromkeys(range(len(op.operands)), WHOLE)
+            return Placement((cuts[0].layout,), {**wants, cuts[0].index: cuts[0].layout})
         # Learned queries, or image queries, on the sequence: they are the same on every rank, and so is the result.
         return by_heads(op, WHOLE)
     if layout.dim == query.ndim - 2:

@@ -35,6 +35,8 @@ def by_exchange(
     if not mixed:
         return by_labels(op, operands, out)
     first = mixed[0]
+    if first.index not in operands:
+        raise NoRule(f"{op.name} of positions that are cut over the ranks")
     cut: Any = first.layout
     carried = _carrier(op, operands, out, first)
     if carried is None:

@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from cp_compile.passes.layouts import Axis, Layout, Sharded
 from cp_compile.passes.rules.carried import by_exchange, shown_in
-from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, by_labels
+from cp_compile.passes.rules.matmul import contract
+from cp_compile.passes.rules.op import Labels, Op, Placement, Rule, by_labels
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -22,13 +23,13 @@ aten = torch.ops.aten
 def _conv1d(op: Op) -> Placement:
     """``input [N, C, L] or [C, L], weight [O, C / groups, k], bias [O] -> [N, O, L']``."""
     inputs, weight, layout = op["input"], op["weight"], op["input"].layout
+    if not (isinstance(layout, Sharded) and layout.dim == inputs.ndim - 1):
+        return _along_channels(op)
     batch = list(range(inputs.ndim - 2))
-    if not isinstance(layout, Sharded):
-        raise NoRule(f"{op.name} with a weight that is cut over the ranks")
     if weight.shape[2] == 1 and op["stride"] == [1] and op["padding"] in ([0], "valid", "same"):
         return by_labels(op, {inputs.index: [*batch, None, "row"]}, [[*batch, None, "row"]])
     groups = op["groups"]
-    if layout.dim != inputs.ndim - 1 or not isinstance(groups, int) or groups < op.cp_size:
+    if not isinstance(groups, int) or groups < op.cp_size:
         return by_exchange(op, {inputs.index: [*batch, None, None]}, [[*batch, None, None]])
     channels = inputs.ndim - 2
     axis = Axis.cut(groups, op.cp_size, "channels")
@@ -45,6 +46,18 @@ def _conv1d(op: Op) -> Placement:
 
     shown = shown_in(op, layout, layout.dim, op.shape)
     return Placement((Sharded(channels, axis, inner=of_each),), wants, (shown,), local=local)
+
+
+def _along_channels(op: Op) -> Placement:
+    """A cut of the batch, or, without groups, a product over the channels (the weights may be hidden states too)."""
+    inputs, weight, bias = op["input"], op["weight"], op["bias"]
+    batch = list(range(inputs.ndim - 2))
+    if op["groups"] != 1:
+        return by_labels(op, {inputs.index: [*batch, None, None]}, [[*batch, None, None]])
+    labels: dict[int, Labels] = {inputs.index: [*batch, "in", None], weight.index: ["out", "in", None]}
+    if bias is not None:
+        labels[bias.index] = ["out"]
+    return contract(op, labels, [*batch, "out", None], bias)
 
 
 RULES: dict[object, Rule] = {aten.conv1d.default: _conv1d, aten.conv1d.padding: _conv1d}

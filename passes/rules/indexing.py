@@ -26,7 +26,7 @@ def _embedding(op: Op) -> Placement:
     if op["scale_grad_by_freq"]:
         raise NoRule("embedding with scale_grad_by_freq counts the tokens of the whole batch in its backward")
     rows = list(range(indices.ndim))
-    return by_labels(op, {weight.index: [None, None], indices.index: rows}, [[*rows, None]])
+    return by_labels(op, {weight.index: [None, "features"], indices.index: rows}, [[*rows, "features"]])
 
 
 def _gather(op: Op) -> Placement:
@@ -44,7 +44,9 @@ def _gather(op: Op) -> Placement:
     layout = source.layout
     if isinstance(layout, Sharded) and layout.dim == dim and (_few(index.shape[dim], layout) or not layout.pure):
         return _picked(op, layout, index, index.ndim)
-    return by_exchange(op, {source.index: shared, index.index: shared}, [shared])
+    # Each index of the dim itself stands for what it picks.
+    picked = [dim if d == dim else label for d, label in enumerate(shared)]
+    return by_exchange(op, {source.index: shared, index.index: picked}, [picked])
 
 
 def _index_select(op: Op) -> Placement:
@@ -119,11 +121,10 @@ def _index_put(op: Op) -> Placement:
     if len(indices) == 1 and indices[0].dtype == torch.bool and values.ndim == 0:
         rows = list(range(source.ndim))
         return by_labels(op, {source.index: rows, indices[0].index: rows[: indices[0].ndim]}, [rows])
-    if len(tensors) != 1:
-        raise NoRule(f"{op.name} at several dims")
     labels, out, _, _ = _index_labels(op, None)
     picked: dict[Hashable, Size] = dict(zip(labels[source.index], source.shape, strict=True))
-    picked.update(zip(labels[tensors[0].index], tensors[0].shape, strict=True))
+    for index in tensors:
+        picked.update((d, n) for d, n in zip(labels[index.index], index.shape, strict=True) if picked.get(d, 1) == 1)
     offset = len(out) - values.ndim
     labels[values.index] = [
         None if size == 1 and picked[out[d + offset]] != 1 else out[d + offset] for d, size in enumerate(values.shape)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, product
+from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, Whole, product
 from cp_compile.passes.rules.op import Op, Operand, Placement, Rule, by_labels
 from cp_compile.passes.rules.pointwise import broadcast_labels
 from cp_compile.passes.rules.reduction import accumulation_dtype
@@ -59,7 +59,7 @@ def _class_loss(op: Op) -> Placement:
             mean = edit.call(aten.div.Tensor, total, edit.size(target_rows))
             return edit.call(aten._to_copy.default, mean, dtype=inputs.dtype)
         # Of the whole targets, which costs no exchange; of this rank's, where hidden states made them.
-        cut_target = isinstance(target.layout, Sharded)
+        cut_target = not isinstance(target.layout, Whole)
         targets = args["target"] if cut_target else edit.original(node, "target")
         counted = edit.call(aten.ne.Scalar, targets, op["ignore_index"])
         if cut_target:

@@ -15,12 +15,12 @@ from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, P
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "contract"]
 
 aten = torch.ops.aten
 
 
-def _contract(op: Op, labels: Mapping[int, Labels], out: Labels, added: Operand | None = None) -> Placement:
+def contract(op: Op, labels: Mapping[int, Labels], out: Labels, added: Operand | None = None) -> Placement:
     """A product summed over the labels that ``out`` lacks.
 
     Args:
@@ -117,7 +117,7 @@ def _linear(op: Op) -> Placement:
     labels: dict[int, Labels] = {op["input"].index: [*rows, "in"], op["weight"].index: [*columns, "in"]}
     if op["bias"] is not None:
         labels[op["bias"].index] = columns
-    return _contract(op, labels, [*rows, *columns], op["bias"])
+    return contract(op, labels, [*rows, *columns], op["bias"])
 
 
 def _matmul(op: Op) -> Placement:
@@ -130,7 +130,7 @@ def _matmul(op: Op) -> Placement:
         left.index: [*_broadcast(left.shape[:-2], batches), *rows, "k"],
         right.index: [*_broadcast(right.shape[:-2], batches), "k", *columns],
     }
-    return _contract(op, labels, [*range(len(batches)), *rows, *columns])
+    return contract(op, labels, [*range(len(batches)), *rows, *columns])
 
 
 def _broadcast(shape: tuple[Size, ...], out: tuple[Size, ...]) -> list[Hashable]:
@@ -158,7 +158,7 @@ def _product(op: Op, left: str, right: str, added: Operand | None = None) -> Pla
     labels: dict[int, Labels] = {op[left].index: [*batch, "n", "k"], op[right].index: [*batch, "k", "m"]}
     if added is not None:
         labels[added.index] = [None if d is None else out[d] for d in _broadcast(added.shape, op.shape)]  # type: ignore[call-overload]
-    return _contract(op, labels, out, added)
+    return contract(op, labels, out, added)
 
 
 def _einsum(op: Op) -> Placement:
@@ -182,7 +182,7 @@ def _einsum(op: Op) -> Placement:
         ]
         for operand, subscript in zip(op.operands, subscripts)
     }
-    return _contract(op, labels, _subscripts(output, len(op.shape), batch))
+    return contract(op, labels, _subscripts(output, len(op.shape), batch))
 
 
 def _subscripts(term: str, ndim: int, batch: int) -> list[Hashable]:

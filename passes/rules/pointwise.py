@@ -88,6 +88,7 @@ def _functional(packet: object) -> list[object]:
 RULES: dict[object, Rule] = {
     overload: pointwise for name in _NAMES if hasattr(aten, name) for overload in _functional(getattr(aten, name))
 }
+del RULES[aten.where.default]  # the positions of a condition: how many depends on the data
 RULES[aten.broadcast_tensors.default] = pointwise
 RULES[aten.type_as.default] = _type_as
 RULES[aten.expand_as.default] = pointwise

@@ -140,8 +140,14 @@ def _repeat(op: Op) -> Placement:
 
 def _repeat_interleave(op: Op) -> Placement:
     operand = op.operands[0]
+    layout = operand.layout
+    if op["dim"] is None and isinstance(layout, Sharded):
+        # Row by row of the flattened tensor.
+        outer = product(operand.shape[: layout.dim]) * layout.outer
+        inner = layout.inner * product(operand.shape[layout.dim + 1 :]) * op["repeats"]
+        return Placement((Sharded(0, layout.axis, outer, inner),))
     if op["dim"] is None:
-        raise NoRule(f"{op.name} without a dim flattens the sequence")
+        return by_labels(op, {}, [])
     return along(op, [wrap(op["dim"], operand.ndim)])
 
 

@@ -1,0 +1,183 @@
+"""Judges the passes on a model: what it computes, behind each pass, beside the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cp_compile.capture import capture
+from cp_compile.errors import InvariantError, RefusedError
+from cp_compile.options import Options
+from cp_compile.passes import PIPELINE, Context
+from cp_compile.passes.check import check_edges
+from cp_compile.peers import graph_hash
+from cp_compile.testing.compare import differences
+from cp_compile.testing.interpret import Interpreter
+
+__all__ = ["Captured", "ModelReport", "capture_model", "check_model"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's graph in the global view, and what it is called with.
+
+    Attributes:
+        module: the graph, behind capture and in front of the passes.
+        inputs: its inputs, parameters among them: whole.
+        names: of the inputs, as the author of the model knows them.
+    """
+
+    module: GraphModule
+    inputs: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What ``check_model`` found; its text says so.
+
+    Attributes:
+        refused: for each cp size at which the model is refused, the reason.
+        findings: what is wrong, a line each: the cp size, the pass, what differs.
+        cp_sizes: those that were tried.
+    """
+
+    refused: Mapping[int, str]
+    findings: tuple[str, ...]
+    cp_sizes: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong. A refusal is not wrong."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        exact = [cp for cp in self.cp_sizes if cp not in self.refused]
+        lines = [f"exact behind every pass at cp = {', '.join(map(str, exact))}"] if exact and self.ok else []
+        lines += [f"cp = {cp}: refused: {reason}" for cp, reason in self.refused.items()]
+        return "\n".join([*lines, *self.findings])
+
+
+def check_model(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    cp_sizes: Sequence[int] = (2, 3, 4),
+    dynamic: bool | None = None,
+    **options: Any,
+) -> ModelReport:
+    """Runs the graph of a model behind each pass, on simulated ranks, forward and backward.
+
+    ``cp_compile.verify`` compares the finished graph with the model as it stands; this one says which pass is wrong:
+    behind each, the values and every gradient are compared with those of the captured graph on whole tensors, a second
+    run of the pass must change nothing, and the edges must carry the layouts that are asked for.
+
+    Args:
+        model: a module, or a function that calls one; in float64 for errors of 1e-8 to be seen.
+        args: positional arguments, the whole batch.
+        kwargs: keyword arguments.
+        cp_sizes: numbers of ranks.
+        dynamic: as for ``torch.compile``.
+        options: as for the backend (``fallback``, ``sequence``).
+
+    Returns:
+        The report; ``assert report.ok, report``.
+    """
+    captured = capture_model(model, args, kwargs, dynamic=dynamic)
+    refused: dict[int, str] = {}
+    findings: list[str] = []
+    for cp_size in cp_sizes:
+        try:
+            found = check_passes(captured, cp_size, Options.parse(options))
+        except RefusedError as refusal:
+            refused[cp_size] = str(refusal)
+            continue
+        findings += [f"cp = {cp_size}, {finding}" for finding in found]
+    return ModelReport(refused, tuple(findings), tuple(cp_sizes))
+
+
+def capture_model(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: bool | None = None,
+) -> Captured:
+    """The graph that ``torch.compile`` hands to the backend, behind capture.
+
+    Raises:
+        RefusedError: it is not one graph, or holds something that has no functional form.
+    """
+    found: list[Captured] = []
+
+    def backend(graph_module: GraphModule, inputs: list[Any]) -> Any:
+        module = capture(graph_module, inputs)
+        names = [node.meta["cp_input"] for node in module.graph.find_nodes(op="placeholder")]
+        numbers = [int(x.node.hint) if isinstance(x, torch.SymInt) else x for x in inputs]
+        found.append(Captured(module, tuple(numbers), tuple(names)))
+        return graph_module
+
+    torch._dynamo.reset()
+    with torch.enable_grad():
+        torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **(kwargs or {}))
+    if len(found) != 1:
+        raise RefusedError("the model has no tensor op to rewrite", "check a function that calls the model")
+    return found[0]
+
+
+def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequence[Any] = PIPELINE) -> list[str]:
+    """What is wrong behind a pass of the pipeline; at the first one that is, the rest is left out.
+
+    Raises:
+        RefusedError: as ``place`` does.
+    """
+    module = copy_of(captured.module)
+    context = Context(cp_size, "0", options)
+    finished: set[str] = set()
+    for step in steps:
+        module = step.run(module, context)
+        finished.update(step.provides)
+        once = graph_hash(module)
+        step.run(module, context)
+        if graph_hash(module) != once:
+            return [f"pass {step.name!r} is not idempotent"]
+        try:
+            check_edges(module, context, frozenset(finished))
+        except InvariantError as error:
+            return [f"behind pass {step.name!r}: {error}"]
+        detail = meaning(captured, module, cp_size, finished=finished)
+        if detail:
+            return [f"behind pass {step.name!r}: {detail}"]
+    return []
+
+
+def copy_of(module: GraphModule) -> GraphModule:
+    """A graph of its own, with the fake tensors of the original."""
+    graph = torch.fx.Graph()
+    output = graph.graph_copy(module.graph, copied := {})
+    graph.output(output)
+    for node, new in copied.items():
+        new.meta = dict(node.meta)
+    return GraphModule(module, graph)
+
+
+def meaning(captured: Captured, module: GraphModule, cp_size: int, *, finished: set[str] | frozenset[str]) -> str:
+    """How a graph at some stage differs from the captured one, in values or gradients; ``""``: in nothing.
+
+    Args:
+        captured: the graph that no pass has seen, and its inputs.
+        module: the graph at that stage.
+        cp_size: ranks.
+        finished: what the passes so far provide; from ``"local"`` on, every node is what a rank runs.
+    """
+    is_local: Callable[[Node], bool] | None = (lambda node: True) if "local" in finished else None
+    outputs = len(captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
+    got = lambda *inputs: Interpreter(module, cp_size, is_local).run(*inputs)[:outputs]
+    right = lambda *inputs: Interpreter(captured.module, 1, lambda node: True).run(*inputs)
+    return differences(got, right, captured.inputs, names=captured.names)
+

@@ -1,0 +1,433 @@
+"""Judges a rule: the op on whole tensors, beside the op as the rule says that each rank runs it."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cp_compile._compat import FakeTensorMode
+from cp_compile.errors import CPError
+from cp_compile.passes.bind_rank import bind_rank
+from cp_compile.passes.bind_seed import bind_seed
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import schema_arguments
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, Partial, Sharded
+from cp_compile.passes.localise import localise
+from cp_compile.passes.moves import can_move
+from cp_compile.passes.rules import RULES
+from cp_compile.passes.rules.op import NoRule, Placement, Rule, read_op
+from cp_compile.passes.rules.random import draws
+from cp_compile.testing.compare import differences
+from cp_compile.testing.interpret import Interpreter, called
+from cp_compile.testing.samples import NoSamples, Sample, samples
+
+__all__ = ["Finding", "RuleReport", "check_rule"]
+
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A case in which a rule is not what it should be.
+
+    Attributes:
+        kind: ``"wrong"``: what the ranks compute is not what the op computes; ``"missed"``: refused, although the op
+            itself, run on slices, is exact; ``"no samples"``: no inputs are known that the op takes.
+        case: the call, and how its operands are cut.
+        detail: what differs, or which run is exact.
+    """
+
+    kind: str
+    case: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.case}\n    {self.detail}"
+
+
+@dataclass(frozen=True)
+class RuleReport:
+    """What ``check_rule`` found; its text says so.
+
+    Attributes:
+        op: the op.
+        exact: cases in which values and gradients are those of the whole op.
+        refused: cases that the rule refuses, and that no run of the op on slices covers.
+        findings: the others.
+    """
+
+    op: Any
+    exact: int
+    refused: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no case is wrong or missed, and some are exact."""
+        return not self.findings and self.exact > 0
+
+    def __str__(self) -> str:
+        counts = Counter(finding.kind for finding in self.findings)
+        parts = [f"{self.exact} exact", f"{self.refused} refused", *(f"{n} {kind}" for kind, n in counts.items())]
+        lines = [f"{self.op}: {', '.join(parts)}", *map(str, self.findings[:_SHOWN])]
+        hidden = len(self.findings) - _SHOWN
+        return "\n".join([*lines, f"... and {hidden} more"] if hidden > 0 else lines)
+
+
+_SHOWN = 12
+
+
+def check_rule(
+    op: Any,
+    rule: Rule | None = None,
+    *,
+    samples: Sequence[Sample] | None = None,
+    cp_sizes: Sequence[int] = (2, 3, 4),
+    limit: int | None = None,
+) -> RuleReport:
+    """Tries a rule on small inputs, cut in every dim and in several ways, on simulated ranks.
+
+    Each operand is cut in each of its dims, alone and together with the dims of other operands that are as long; as
+    the whole dim, as a window of a longer axis, and as an axis in front of or behind another one in the same dim. Pads
+    are copies of real rows that are chosen at random. Values and the gradients of all floating-point operands are
+    compared with those of the op on whole tensors.
+
+    Args:
+        op: an ATen overload, such as ``torch.ops.aten.cumsum.default``.
+        rule: what to judge; the rule in the table, if left out.
+        samples: calls of the op; from its schema and ``HINTS``, if left out.
+        cp_sizes: numbers of ranks.
+        limit: how many cases to try, evenly chosen; all of them, if left out.
+
+    Returns:
+        The report; ``assert report.ok, report``.
+    """
+    rule = rule or RULES.get(op)
+    if rule is None:
+        raise LookupError(f"{op} has no rule: pass one, or add a row to the rule table (CONTRIBUTING.md)")
+    try:
+        calls = list(samples) if samples is not None else _samples(op)
+    except NoSamples as none:
+        return RuleReport(op, 0, 0, (Finding("no samples", str(op), str(none)),))
+    cases = [
+        (sample, layouts, cp)
+        for sample in calls
+        for cp in cp_sizes
+        for layouts in _layouts(_tensors(sample), cp)
+    ]
+    judged = _spread(cases, limit)
+    exact = refused = 0
+    findings = []
+    for sample, layouts, cp_size in judged:
+        found = _judge(op, rule, sample, layouts, cp_size)
+        exact += found == "exact"
+        refused += found == "refused"
+        if isinstance(found, Finding):
+            findings.append(found)
+    return RuleReport(op, exact, refused, tuple(findings))
+
+
+def _samples(op: Any) -> list[Sample]:
+    return samples(op)
+
+
+def _spread(cases: list[Any], limit: int | None) -> list[Any]:
+    """Some of the cases, chosen evenly over a fixed shuffle."""
+    if limit is None or len(cases) <= limit:
+        return cases
+    return random.Random(len(cases)).sample(cases, limit)
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+Layouts = tuple[Layout, ...]
+
+
+def _layouts(tensors: Sequence[torch.Tensor], cp_size: int) -> Iterator[Layouts]:
+    """How the operands of a call may be cut: one axis, in one dim of one or more operands."""
+    if not tensors:
+        yield ()
+    seen = set()
+    for places in _places(tensors):
+        (first, dim), *_ = places
+        for cut in _cuts(tensors[first].shape[dim], cp_size):
+            layouts: list[Layout] = [WHOLE] * len(tensors)
+            for i, d in places:
+                layouts[i] = cut.at(d)
+            for rest in (WHOLE, Partial()):
+                # What is not cut may be a sum that has not been made yet.
+                chosen = tuple(rest if layout == WHOLE and len(tensors) > 1 else layout for layout in layouts)
+                if chosen not in seen and (rest == WHOLE or cut.pure):
+                    seen.add(chosen)
+                    yield chosen
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Dims that hold the axis: each alone, each pair as long, and all as they are aligned from the right or left."""
+    dims = [(i, d) for i, tensor in enumerate(tensors) for d in range(tensor.ndim)]
+    size = lambda place: tensors[place[0]].shape[place[1]]
+    yield from ((place,) for place in dims)
+    yield from ((a, b) for a, b in itertools.combinations(dims, 2) if a[0] != b[0] and size(a) == size(b))
+    for key in (lambda place: tensors[place[0]].ndim - place[1], lambda place: place[1]):
+        for number in {key(place) for place in dims}:
+            aligned = [place for place in dims if key(place) == number]
+            if len(aligned) > 2 and len({size(place) for place in aligned}) == 1:
+                yield tuple(aligned)
+
+
+def _cuts(size: int, cp_size: int) -> Iterator[Sharded]:
+    if size == 0:
+        return
+    yield Sharded(0, Axis.cut(size, cp_size))
+    if size > 1:
+        yield Sharded(0, Axis(size, -(-(size + 2) // cp_size), 1))
+    if size % 2 == 0:
+        axis = Axis.cut(size // 2, cp_size)
+        yield Sharded(0, axis, outer=2)
+        yield Sharded(0, axis, inner=2)
+
+
+# -- one case -------------------------------------------------------------------------------------------------------
+
+
+def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) -> str | Finding:
+    case = f"{_text(op, sample)} with {', '.join(map(str, map(_described, layouts)))}; cp = {cp_size}"
+    module = _graph(op, sample, layouts)
+    node = module.graph.find_nodes(op="call_function", target=op)[0]
+    try:
+        placement = _placed(node, rule, layouts, cp_size)
+    except NoRule as no_rule:
+        missed = _exact_run(op, sample, layouts, cp_size)
+        return Finding("missed", case, f"{missed}; refused: {no_rule.reason}") if missed else "refused"
+    except Exception as error:
+        return Finding("wrong", case, f"the rule raises {type(error).__name__}: {error}")
+    try:
+        _finish(module, node, placement, cp_size)
+        detail = _compare(op, sample, module, cp_size, rule)
+    except (CPError, RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
+        detail = f"{type(error).__name__}: {str(error).strip()}"
+    return Finding("wrong", case, detail) if detail else "exact"
+
+
+def _described(layout: Layout) -> str:
+    if not isinstance(layout, Sharded):
+        return str(layout)
+    axis = layout.axis
+    mixed = f", {layout.outer} x {axis.size} x {layout.inner}" if not layout.pure else ""
+    return f"{layout} (rows {axis.start}:{axis.start + axis.size} in chunks of {axis.chunk}{mixed})"
+
+
+def _text(op: Any, sample: Sample) -> str:
+    show = lambda value: f"{value.dtype}{list(value.shape)}".replace("torch.", "") if isinstance(value, torch.Tensor) else value
+    args = [str(tree_map(show, value)) for value in sample.args]
+    args += [f"{name}={tree_map(show, value)}" for name, value in sample.kwargs.items() if value is not None]
+    return f"{op}({', '.join(args)})"
+
+
+def _tensors(sample: Sample) -> list[torch.Tensor]:
+    return [value for value in tree_leaves((sample.args, sample.kwargs)) if isinstance(value, torch.Tensor)]
+
+
+def _graph(op: Any, sample: Sample, layouts: Layouts) -> GraphModule:
+    """The op as a graph of its own, whose inputs lie as ``layouts`` say; a last input stands for the device."""
+    graph = Graph()
+    mode = FakeTensorMode()
+    inputs: dict[int, Node] = {}
+    rest = iter(layouts)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder(f"x{len(inputs)}")
+        layout = next(rest)
+        node.meta.update(val=mode.from_tensor(value.detach()), cp_layout=(layout,), cp_shown=(layout,))
+        inputs[len(inputs)] = node
+        return node
+
+    args, kwargs = (_map(part, read) for part in (sample.args, sample.kwargs))
+    device = graph.placeholder("device")
+    device.meta.update(val=mode.from_tensor(torch.zeros(())), cp_layout=(WHOLE,), cp_shown=(WHOLE,))
+    node = graph.call_function(op, args, kwargs)
+    fakes = (torch.fx.node.map_arg(part, lambda n: n.meta["val"]) for part in (args, kwargs))
+    with mode:
+        fake_args, fake_kwargs = fakes
+        node.meta["val"] = op(*fake_args, **fake_kwargs)
+    graph.output(())
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _map(value: Any, change: Any) -> Any:
+    """``change`` on every leaf, in order; tuples stay tuples and lists lists."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: _map(item, change) for name, item in value.items()}
+    return change(value)
+
+
+def _placed(node: Node, rule: Rule, layouts: Layouts, cp_size: int) -> Placement:
+    op = read_op(node, lambda source: source.meta["cp_layout"][0], cp_size)
+    placement = rule(op)
+    for operand in op.operands:
+        want = placement.wants.get(operand.index, operand.layout)
+        if not can_move(operand.layout, want, operand.shape, cp_size, gather=operand.index in placement.gathers):
+            raise NoRule(f"operand {operand.index} would have to be gathered to be {want}")
+    return placement
+
+
+def _finish(module: GraphModule, node: Node, placement: Placement, cp_size: int) -> None:
+    """The graph that a rank runs: the operands moved, the op in its local form, every result an output."""
+    graph = module.graph
+    node.meta["cp_arguments"] = schema_arguments(node)
+    sources = [source for source in graph.find_nodes(op="placeholder") if source.name != "device"]
+    moved = {}
+    for i, source in enumerate(sources):
+        layout = placement.wants.get(i, source.meta["cp_layout"][0])
+        with graph.inserting_before(node):
+            moved[source] = graph.call_function(_moved, (source,))
+        moved[source].meta.update(val=source.meta["val"], cp_layout=(layout,), cp_shown=(layout,))
+    for source, other in moved.items():
+        node.replace_input_with(source, other)
+    number = 1 if draws(read_op(node, lambda _: WHOLE, cp_size)) else 0
+    node.meta.update(cp_layout=placement.out, cp_shown=placement.out, cp_local=placement.local, cp_draw=number)
+    if not number:
+        del node.meta["cp_draw"]
+    val = node.meta["val"]
+    results: list[Node] = [node]
+    if isinstance(val, (tuple, list)):
+        with graph.inserting_after(node):
+            results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(val))]
+        for i, result in enumerate(results):
+            result.meta.update(val=val[i], cp_layout=(placement.out[i],))
+    graph.output_node().args = (tuple(results),)
+    context = Context(cp_size, "0")
+    for step in (bind_rank, bind_seed, localise):
+        module = step(module, context)
+
+
+def _moved(value: torch.Tensor) -> torch.Tensor:
+    """A move, which is no pass of this graph: the same value under another layout."""
+    return value
+
+
+def _compare(op: Any, sample: Sample, module: GraphModule, cp_size: int, rule: Rule) -> str:
+    """What differs from the op on whole tensors; ``""``: nothing."""
+    local = Interpreter(module, cp_size, lambda node: node.target is not _moved)
+    plain = partial(_plain, op, sample, rule) if not _draws(op, sample) else partial(_drawn, op, sample, rule)
+    tensors = _tensors(sample)
+    device = torch.zeros(())
+    got = lambda *inputs: local.run(*inputs, device)
+    return differences(got, plain, tensors, fixed=sample.fixed)
+
+
+def _draws(op: Any, sample: Sample) -> bool:
+    node = _graph(op, sample, (WHOLE,) * len(_tensors(sample))).graph.find_nodes(op="call_function", target=op)[0]
+    return draws(read_op(node, lambda _: WHOLE, 1))
+
+
+def _plain(op: Any, sample: Sample, rule: Rule, *tensors: torch.Tensor) -> list[Any]:
+    del rule
+    rest = iter(tensors)
+    args, kwargs = (
+        _map(part, lambda value: next(rest) if isinstance(value, torch.Tensor) else value)
+        for part in (sample.args, sample.kwargs)
+    )
+    result = called(op, args, kwargs)
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _drawn(op: Any, sample: Sample, rule: Rule, *tensors: torch.Tensor) -> list[Any]:
+    """What one rank draws."""
+    layouts = (WHOLE,) * len(tensors)
+    module = _graph(op, sample, layouts)
+    node = module.graph.find_nodes(op="call_function", target=op)[0]
+    _finish(module, node, _placed(node, rule, layouts, 1), 1)
+    return Interpreter(module, 1, lambda node: node.target is not _moved).run(*tensors, torch.zeros(()))
+
+
+# -- what a rule may have missed ------------------------------------------------------------------------------------
+
+
+def _exact_run(op: Any, sample: Sample, layouts: Layouts, cp_size: int) -> str:
+    """How the op itself is exact on slices of the operands as they are cut; ``""``: in no way that was tried.
+
+    The operands that are not cut are tried whole, and cut in each of their dims of the same size.
+    """
+    cuts = [layout for layout in layouts if isinstance(layout, Sharded)]
+    if any(not cut.pure or cut.axis.start for cut in cuts) or any(isinstance(layout, Partial) for layout in layouts):
+        return ""
+    tensors = _tensors(sample)
+    size = cuts[0].axis.size
+    choices: list[list[int | None]] = []
+    for tensor, layout in zip(tensors, layouts):
+        if isinstance(layout, Sharded):
+            choices.append([layout.dim])
+        else:
+            choices.append([None, *(d for d in range(tensor.ndim) if tensor.shape[d] == size)])
+    bounds = [(r * cuts[0].axis.chunk, min(size, (r + 1) * cuts[0].axis.chunk)) for r in range(cp_size)]
+    bounds = [(start, end) for start, end in bounds if start < end]
+    if len(bounds) < 2:
+        return ""
+    for dims in itertools.islice(itertools.product(*choices), 16):
+        how = _sliced(op, sample, tensors, dims, bounds)
+        if how:
+            places = ", ".join("whole" if d is None else f"cut in dim {d}" for d in dims)
+            return f"with operands {places}, the op on slices is exact: its result is {how}"
+    return ""
+
+
+def _sliced(
+    op: Any, sample: Sample, tensors: Sequence[torch.Tensor], dims: Sequence[int | None], bounds: Sequence[tuple[int, int]]
+) -> str:
+    """Which of three ways gives the result from the slices', for three draws of the operands; ``""``: none."""
+    ways: set[str] | None = None
+    for seed in range(3):
+        drawn = [_redrawn(tensor, seed) for tensor in tensors]
+        try:
+            whole = _plain(op, sample, None, *drawn)  # type: ignore[arg-type]
+            parts = [
+                _plain(op, sample, None, *(x if d is None else x.narrow(d, a, b - a) for x, d in zip(drawn, dims)))  # type: ignore[arg-type]
+                for a, b in bounds
+            ]
+        except (RuntimeError, IndexError, ValueError):
+            return ""
+        if not any(part.any() for part in whole if isinstance(part, torch.Tensor)):
+            # Zeros say nothing.
+            return ""
+        found = set.intersection(*(_ways(w, list(p)) for w, p in zip(whole, zip(*parts))))
+        ways = found if ways is None else ways & found
+    return min(ways, default="") if ways else ""
+
+
+def _redrawn(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """The same kind of values, in another order."""
+    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(seed))
+    return tensor.reshape(-1)[order].reshape(tensor.shape) if seed else tensor
+
+
+def _ways(whole: Any, parts: list[Any]) -> set[str]:
+    if not isinstance(whole, torch.Tensor):
+        return {"the same on all ranks"} if all(part == whole for part in parts) else set()
+    found = set()
+    if all(part.shape == whole.shape and part.equal(whole) for part in parts):
+        found.add("the same on all ranks")
+    for dim in range(whole.ndim):
+        others = [[s for d, s in enumerate(part.shape) if d != dim] for part in (whole, *parts)]
+        if all(other == others[0] for other in others) and _close(torch.cat(parts, dim), whole):
+            found.add(f"cut in dim {dim}")
+    if whole.dtype != torch.bool and all(part.shape == whole.shape for part in parts) and _close(sum(parts), whole):
+        found.add("a sum over the ranks")
+    return found
+
+
+def _close(a: Any, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)
