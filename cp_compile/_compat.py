@@ -192,11 +192,11 @@ def record_custom_function(
     return tuple(to_functional(fake) for fake in fakes)
 
 
-def fake_process_group(size: int) -> None:
-    """Starts a process group of ``size`` ranks that sends nothing."""
+def fake_process_group(size: int, rank: int = 0) -> None:
+    """Starts a process group of ``size`` ranks that sends nothing, in which this process is ``rank``."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    torch.distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
 def equal_in_this_run(fake_mode: FakeTensorMode | None, a: Any, b: Any) -> bool:

@@ -28,11 +28,11 @@ _C10D = "_c10d_functional"
 
 
 @contextmanager
-def simulated_group(cp_size: int) -> Iterator[str]:
-    """A fake process group of ``cp_size`` ranks for the time being; gives its name."""
+def simulated_group(cp_size: int, rank: int = 0) -> Iterator[str]:
+    """A fake process group of ``cp_size`` ranks for the time being, seen from ``rank``; gives its name."""
     if dist.is_initialized():
         raise CPError("ranks cannot be simulated in a process that has a process group")
-    fake_process_group(cp_size)
+    fake_process_group(cp_size, rank)
     try:
         yield str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     finally:

@@ -20,6 +20,13 @@ from cp_compile.simulate import Exchanges, Simulation, simulated_group
 __all__ = ["Report", "Row", "relative_error", "tolerance", "verify"]
 
 
+DRAWS = (
+    "the model draws random numbers, which are others in each run",
+    "verify it in eval mode, or with its probabilities at 0",
+)
+"""Why a model with random draws is not compared with itself, and what to do."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One compared tensor: the relative norm of the difference, and the largest difference of an element."""
@@ -146,10 +153,7 @@ def _verify(
         check_dynamo_state(graph_module, inputs)
         program = build_program(graph_module, inputs, cp_size, group, options)
         if program.draws:
-            raise RefusedError(
-                "the model draws random numbers, which are others in each run",
-                "verify it in eval mode, or with its probabilities at 0",
-            )
+            raise RefusedError(*DRAWS)
         # The module is a closure variable of `call`.
         names = [name.removeprefix("model.") for name in program.names]
         named = zip(names, inputs, strict=True)

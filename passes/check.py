@@ -98,8 +98,9 @@ def _equal(a: Size, b: Size, fake_mode: Any) -> bool:
 
 
 def _check_attention(node: Node) -> None:
+    """No key is cut along its sequence; a query may be, where each stands for itself: its keys are whole."""
     arguments: dict[str, Any] = schema_arguments(node)
-    for name in ("query", "key", "value"):
+    for name in ("query", "key", "value") if arguments["is_causal"] else ("key", "value"):
         source = arguments[name]
         layout = source.meta.get("cp_layout", (None,))[0]
         if isinstance(layout, Sharded) and layout.dim == source.meta["val"].ndim - 2:

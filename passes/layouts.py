@@ -37,10 +37,13 @@ Size: TypeAlias = Union[int, sympy.Expr]
 
 def size_of(value: int | torch.SymInt) -> Size:
     """The size as an int where it is one, else as a sympy expression."""
-    if isinstance(value, torch.SymInt):
-        expression = value.node.expr
-        return int(expression) if expression.is_Integer else expression
-    return value
+    if not isinstance(value, torch.SymInt):
+        return value
+    expression = value.node.expr
+    if expression.has(FloorDiv):
+        # A reshape may leave (s * s) // s, which sympy does not know to be s.
+        expression = expression.replace(FloorDiv, lambda a, b: divide(a, b) or FloorDiv(a, b))
+    return int(expression) if expression.is_Integer else expression
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:

@@ -1,4 +1,4 @@
-"""Fixtures: groups of 2 and of 4 gloo processes, started once a session."""
+"""Fixtures: groups of 2 and of 4 gloo processes, started once a session. Profiles of the property-based tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Ranks
+
+# "ci" tries the same examples in every run; `--hypothesis-profile=thorough` tries others each time, for an hour.
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **_COMMON)
+settings.register_profile("thorough", max_examples=2400, print_blob=True, **_COMMON)
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

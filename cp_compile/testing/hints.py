@@ -22,11 +22,13 @@ class Sample:
         args: positional.
         kwargs: by name.
         fixed: which of the tensors, in their order, have no derivative.
+        sliced: whether the op may be tried on slices: a kernel that does not check sizes reads beyond them.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[int, ...] = ()
+    sliced: bool = True
 
 
 def reals(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,8 +82,8 @@ def _einsums() -> list[Sample]:
     terms: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
         ("bsd,de->bse", ((2, 5, 4), (4, 3))), ("bsd,bsd->bs", ((2, 5, 4), (2, 5, 4))), ("i,j->ij", ((5,), (4,))),
         ("bhqd,bhkd->bhqk", ((2, 4, 5, 3), (2, 4, 6, 3))), ("bhqk,bhkd->bhqd", ((2, 4, 5, 5), (2, 4, 5, 3))),
-        ("...d,d", ((2, 5, 4), (4,))), ("bs,bs,bs->b", ((2, 5),) * 3), ("bsd->", ((2, 5, 4),)), ("ab,bc", ((5, 4), (4, 4))),
-        ("b...d,...d->b...", ((2, 5, 4), (1, 4))),
+        ("...d,d", ((2, 5, 4), (4,))), ("bs,bs,bs->b", ((2, 5),) * 3), ("bsd->", ((2, 5, 4),)),
+        ("ab,bc", ((5, 4), (4, 4))), ("b...d,...d->b...", ((2, 5, 4), (1, 4))),
     ]  # fmt: skip
     return [_call(e, [reals(*s, seed=i) for i, s in enumerate(shapes)]) for e, shapes in terms]
 
@@ -127,9 +129,10 @@ def _indexed_rows(*, value: Callable[..., Any] | None) -> list[Sample]:
 def _indices() -> list[Sample]:
     i, j = ints(3, high=5), ints(3, high=2, seed=1)
     return [
-        _call(X, [None, i]), _call(X, [j, i]), _call(X, [None, None, ints(2, high=4)]), _call(X, [j, None, ints(3, high=4)]),
-        _call(X, [ints(2, 6, high=2)]), _call(X, [None, ints(5, high=5)]), _call(X, [torch.arange(2)[:, None], ints(2, 3, high=5)]),
-        _call(reals(5), [ints(5, high=5)]), _call(reals(5, 3), [ints(2, 4, high=5)]), _call(TALL, [None, ints(6, high=6)]),
+        _call(X, [None, i]), _call(X, [j, i]), _call(X, [None, None, ints(2, high=4)]),
+        _call(X, [j, None, ints(3, high=4)]), _call(X, [ints(2, 6, high=2)]), _call(X, [None, ints(5, high=5)]),
+        _call(X, [torch.arange(2)[:, None], ints(2, 3, high=5)]), _call(reals(5), [ints(5, high=5)]),
+        _call(reals(5, 3), [ints(2, 4, high=5)]), _call(TALL, [None, ints(6, high=6)]),
     ]  # fmt: skip
 
 
@@ -199,7 +202,12 @@ def _classes(*, logs: bool) -> list[Sample]:
 
 
 def _elementwise_losses(*, probabilities: bool = False, fixed: tuple[int, ...] = ()) -> list[Sample]:
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((2, 5, 4), (2, 5, 4)), ((5,), (5,)), ((1, 5), (1, 5)), ((), ())]
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((2, 5, 4), (2, 5, 4)),
+        ((5,), (5,)),
+        ((1, 5), (1, 5)),
+        ((), ()),
+    ]
     change: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid if probabilities else lambda t: t
     return [
         Sample((change(reals(*a)), change(reals(*b, seed=1))), {"reduction": r}, fixed)
@@ -219,13 +227,19 @@ def _logit_entropies() -> list[Sample]:
 
 
 def _recurrent(gates: int, *, cell: bool = False) -> list[Sample]:
-    weights = [reals(gates * 2, 3, seed=1), reals(gates * 2, 2, seed=2), reals(gates * 2, seed=3), reals(gates * 2, seed=4)]
+    weights = [
+        reals(gates * 2, 3, seed=1),
+        reals(gates * 2, 2, seed=2),
+        reals(gates * 2, seed=3),
+        reals(gates * 2, seed=4),
+    ]
     found = []
     for batch in (2, 4):
         state = reals(1, batch, 2, seed=5)
         for first in _BOTH:
             x = reals(batch, 5, 3) if first else reals(5, batch, 3)
-            found.append(_call(x, [state, state * 0.5] if cell else state, weights, True, 1, 0.0, False, False, first))
+            states = [state, state * 0.5] if cell else state
+            found.append(Sample((x, states, weights, True, 1, 0.0, False, False, first), sliced=False))
     return found
 
 
@@ -248,7 +262,8 @@ def _pieces() -> dict[str, list[Sample]]:
             _call(X, reals(2, 3, 4, seed=1), 1, 1, 4), _call(X, reals(2, 5, 2, seed=1), 2, 0, 2), _call(X, Y, 1, 0, 5),
         ],
         "select_scatter": [
-            _call(X, reals(2, 4, seed=1), 1, 2), _call(X, reals(2, 5, seed=1), 2, -1), _call(X, reals(5, 4, seed=1), 0, 0),
+            _call(X, reals(2, 4, seed=1), 1, 2), _call(X, reals(2, 5, seed=1), 2, -1),
+            _call(X, reals(5, 4, seed=1), 0, 0),
         ],
     }  # fmt: skip
 
@@ -258,7 +273,12 @@ _COMPLEX = torch.complex(X, Y)
 
 
 def _linears() -> list[Sample]:
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((2, 5, 4), (3, 4)), ((5, 4), (4, 4)), ((4,), (3, 4)), ((2, 4), (4,))]
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((2, 5, 4), (3, 4)),
+        ((5, 4), (4, 4)),
+        ((4,), (3, 4)),
+        ((2, 4), (4,)),
+    ]
     return [
         _call(reals(*x), reals(*w, seed=1), bias)
         for x, w in shapes
@@ -272,7 +292,12 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "reshape": _views,
     "_unsafe_view": _views,
     "flatten": lambda: [_call(X, a, b) for a, b in ((0, 1), (1, 2), (0, 2), (1, 1), (-2, -1))],
-    "unflatten": lambda: [_call(TALL, 1, [2, 3]), _call(TALL, 2, [2, 2]), _call(TALL, 1, [6, 1]), _call(TALL, 1, [3, -1])],
+    "unflatten": lambda: [
+        _call(TALL, 1, [2, 3]),
+        _call(TALL, 2, [2, 2]),
+        _call(TALL, 1, [6, 1]),
+        _call(TALL, 1, [3, -1]),
+    ],
     "expand": _expands,
     "broadcast_to": _expands,
     "permute": lambda: [_call(X, dims) for dims in ([2, 0, 1], [0, 2, 1], [-1, 1, 0])] + [_call(reals(5, 4), [1, 0])],
@@ -280,7 +305,11 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "movedim.int": lambda: [_call(X, a, b) for a, b in ((0, 2), (2, 0), (1, -1))],
     "transpose": lambda: [_call(X, a, b) for a, b in ((0, 1), (1, 2), (-1, 0))],
     "t": lambda: [_call(reals(5, 4)), _call(reals(5))],
-    "squeeze.dims": lambda: [_call(reals(2, 1, 5, 1), [1, 3]), _call(reals(2, 1, 5, 1), [0, 1]), _call(reals(1, 5), [0])],
+    "squeeze.dims": lambda: [
+        _call(reals(2, 1, 5, 1), [1, 3]),
+        _call(reals(2, 1, 5, 1), [0, 1]),
+        _call(reals(1, 5), [0]),
+    ],
     "squeeze.dim": lambda: [_call(reals(2, 1, 5, 1), dim) for dim in range(4)] + [_call(reals(1, 5), 0)],
     "unsqueeze": lambda: [_call(X, dim) for dim in (0, 1, 2, 3, -1, -2)],
     "repeat": lambda: [_call(X, r) for r in ([1, 1, 2], [1, 2, 1], [3, 1, 1], [2, 1, 1, 1], [1, 1, 1], [2, 2, 1])],
@@ -387,7 +416,9 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "where.ScalarOther": lambda: [_call(X > 0, X, 0.5), _call(X[0] > 0, X, 0.5), _call(X > 0, reals(5, 1), 0.5)],
     "where.ScalarSelf": lambda: [_call(X > 0, 0.5, X), _call(X[0] > 0, 0.5, X), _call(X > 0, 0.5, reals(5, 1))],
     "where.Scalar": lambda: [_call(X > 0, 0.5, 1.5)],
-    "masked_fill": lambda: [_call(X, mask, 0.5) for mask in (Y > 0, Y[:, :, :1] > 0, Y[0] > 0)] + [_call(Y[0], X > 0, 0.5)],
+    "masked_fill": lambda: (
+        [_call(X, mask, 0.5) for mask in (Y > 0, Y[:, :, :1] > 0, Y[0] > 0)] + [_call(Y[0], X > 0, 0.5)]
+    ),
     "masked_fill.Tensor": lambda: [_call(X, mask, HALF) for mask in (Y > 0, Y[:, :, :1] > 0)],
     "clamp": lambda: [_call(X, -0.5, 0.5), _call(X, None, 0.5)],
     "clamp.Tensor": lambda: [_call(X, -Y.abs(), Y.abs()), _call(X, None, Y[0]), _call(X, Y[:, :1])],

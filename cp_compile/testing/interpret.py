@@ -6,8 +6,9 @@ Where the two meet, a value is put together from the ranks, or dealt out to them
     node of the program    ranks' values -> whole values -> op -> whole result -> ranks' values
     node of a pass         ranks' values -> op, once a rank (a collective: over the ranks) -> ranks' values
 
-So a graph has a meaning behind *each* pass and not only at the end. Every step is a plain torch op on a list of tensors,
-one a rank, and autograd runs through all of it. Written without the code that it judges: rows are counted in Python.
+So a graph has a meaning behind *each* pass and not only at the end. Every step is a plain torch op on a list of
+tensors, one a rank, and autograd runs through all of it. Written without the code that it judges: rows are counted in
+Python.
 
 ``cp_compile.simulate`` is the other way to run all ranks, for finished graphs alone (torch's LocalTensorMode).
 """
@@ -25,7 +26,7 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.passes.layouts import WHOLE, Layout, Partial, PerQueryHead, Sharded, Size
 
-__all__ = ["Interpreter", "assemble", "called", "deal"]
+__all__ = ["Interpreter", "assemble", "called", "concrete", "deal", "symbols_of"]
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -125,7 +126,7 @@ class Interpreter:
         self.is_local = is_local or (lambda node: "cp_pass" in node.meta)
         self.seed = seed
         self.env: dict[Node, Ranks] = {}
-        self._symbols: dict[sympy.Symbol, int] = {}
+        self._symbols: Mapping[sympy.Symbol, int] = {}
         self._rng = random.Random(seed)
 
     def run(self, *inputs: Any) -> list[Any]:
@@ -138,6 +139,7 @@ class Interpreter:
             AssertionError: what should be the same on every rank is not.
         """
         values = iter(inputs)
+        self._symbols = symbols_of(self.module, inputs)
         enabled = torch.is_grad_enabled()
         for node in self.module.graph.nodes:
             if node.op == "output":
@@ -152,17 +154,9 @@ class Interpreter:
         if node.meta.get("cp_seed"):
             return [torch.tensor(self.seed)] * self.cp_size
         value = next(values)
-        self._bind(node.meta["val"], value)
         if not isinstance(value, torch.Tensor):
             return [value] * self.cp_size
         return deal(value, self._layout(node), self.cp_size, self._rng)
-
-    def _bind(self, val: Any, value: Any) -> None:
-        """Notes which numbers the symbols stand for."""
-        pairs = zip(val.shape, value.shape) if isinstance(value, torch.Tensor) else [(val, value)]
-        for symbolic, number in pairs:
-            if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
-                self._symbols[symbolic.node.expr] = int(number)
 
     def _node(self, node: Node) -> Ranks:
         if node.op == "get_attr":
@@ -174,7 +168,8 @@ class Interpreter:
             return [
                 called(target, self._of_rank(node.args, r), self._of_rank(node.kwargs, r)) for r in range(self.cp_size)
             ]
-        args, kwargs = (torch.fx.node.map_arg(part, self._whole) for part in (node.args, node.kwargs))
+        args: Any = torch.fx.node.map_arg(node.args, self._whole)
+        kwargs: Any = torch.fx.node.map_arg(node.kwargs, self._whole)
         result = called(target, args, kwargs)
         if not isinstance(result, (tuple, list)):
             return self._dealt(result, self._layout(node))
@@ -203,6 +198,17 @@ def called(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an op gives: zeros where it gives memory as it is found, a copy where a view of what is dealt out fails."""
     result = (aten.reshape.default if target in _VIEWS else target)(*args, **kwargs)
     return torch.zeros_like(result) if target in _UNDEFINED else result
+
+
+def symbols_of(module: GraphModule, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """Which numbers the symbolic sizes of a graph stand for, with these inputs."""
+    symbols: dict[sympy.Symbol, int] = {}
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs):
+        val = node.meta["val"]
+        for size, number in zip(val.shape, value.shape) if isinstance(value, torch.Tensor) else [(val, value)]:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                symbols[size.node.expr] = int(number)
+    return symbols
 
 
 def concrete(layout: Layout, symbols: Mapping[sympy.Symbol, int]) -> Layout:

@@ -17,6 +17,7 @@ from cp_compile.passes.check import check_edges
 from cp_compile.peers import graph_hash
 from cp_compile.testing.compare import differences
 from cp_compile.testing.interpret import Interpreter
+from cp_compile.verify import DRAWS
 
 __all__ = ["Captured", "ModelReport", "capture_model", "check_model"]
 
@@ -86,7 +87,7 @@ def check_model(
         options: as for the backend (``fallback``, ``sequence``).
 
     Returns:
-        The report; ``assert report.ok, report``.
+        The report; ``assert report.ok, str(report)``.
     """
     captured = capture_model(model, args, kwargs, dynamic=dynamic)
     refused: dict[int, str] = {}
@@ -141,6 +142,8 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
     finished: set[str] = set()
     for step in steps:
         module = step.run(module, context)
+        if any("cp_draw" in node.meta for node in module.graph.nodes):
+            raise RefusedError(*DRAWS)
         finished.update(step.provides)
         once = graph_hash(module)
         step.run(module, context)
@@ -159,7 +162,8 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
 def copy_of(module: GraphModule) -> GraphModule:
     """A graph of its own, with the fake tensors of the original."""
     graph = torch.fx.Graph()
-    output = graph.graph_copy(module.graph, copied := {})
+    copied: dict[Node, Node] = {}
+    output = graph.graph_copy(module.graph, copied)
     graph.output(output)
     for node, new in copied.items():
         new.meta = dict(node.meta)
@@ -180,4 +184,3 @@ def meaning(captured: Captured, module: GraphModule, cp_size: int, *, finished: 
     got = lambda *inputs: Interpreter(module, cp_size, is_local).run(*inputs)[:outputs]
     right = lambda *inputs: Interpreter(captured.module, 1, lambda node: True).run(*inputs)
     return differences(got, right, captured.inputs, names=captured.names)
-

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import sys
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +21,17 @@ _INTS = "torch.randint({high}, {shape}, generator=generator)"
 
 @dataclass(frozen=True)
 class Dim:
-    """A size: as it is written in the program, where it may vary, and as it is."""
+    """A size.
+
+    Attributes:
+        text: as it is written in the program, by name where it may vary.
+        size: as it is.
+        parts: what it is the product of, if it was made by merging dims.
+    """
 
     text: str
     size: int
+    parts: tuple[Dim, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, size: int) -> Dim:
@@ -63,7 +72,7 @@ class Line:
     uses: frozenset[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A model, its batch, and how it is compiled; ``print(program)`` shows Python that runs.
 
@@ -118,19 +127,25 @@ class Program:
             ]
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        """Python that runs: what hypothesis shows of a failing example."""
         options = [f"{name}={value!r}" for name, value in {**self.options, "dynamic": self.dynamic}.items()]
         imports = "import cp_compile\n"
         return f"{imports}{self.model_source}\nprint(cp_compile.verify(model, batch, {', '.join(options)}))"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"# a program, as Python that runs:\n{self!r}\n")
+
     def build(self) -> tuple[torch.nn.Module, list[torch.Tensor]]:
         """The model, and the batch."""
         # Where its lines are found when an error names one.
-        name, source = f"<program {next(_NUMBER)}>", self.model_source
+        name, source = f"cp_compile_program_{next(_NUMBER)}", self.model_source
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        namespace: dict[str, Any] = {"__name__": "program"}
-        exec(compile(source, name, "exec"), namespace)
-        return namespace["model"], namespace["batch"]
+        # A module of its own, in which Dynamo looks up what the forward names.
+        module: Any = types.ModuleType(name)
+        sys.modules[name] = module
+        exec(compile(source, name, "exec"), module.__dict__)
+        return module.model, module.batch
 
 
 def needed(lines: Sequence[Line], returns: Sequence[str]) -> list[Line]:

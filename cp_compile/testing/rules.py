@@ -34,7 +34,6 @@ from cp_compile.testing.samples import NoSamples, Sample, samples
 __all__ = ["Finding", "RuleReport", "check_rule"]
 
 
-
 @dataclass(frozen=True)
 class Finding:
     """A case in which a rule is not what it should be.
@@ -109,7 +108,7 @@ def check_rule(
         limit: how many cases to try, evenly chosen; all of them, if left out.
 
     Returns:
-        The report; ``assert report.ok, report``.
+        The report; ``assert report.ok, str(report)``.
     """
     rule = rule or RULES.get(op)
     if rule is None:
@@ -118,12 +117,7 @@ def check_rule(
         calls = list(samples) if samples is not None else _samples(op)
     except NoSamples as none:
         return RuleReport(op, 0, 0, (Finding("no samples", str(op), str(none)),))
-    cases = [
-        (sample, layouts, cp)
-        for sample in calls
-        for cp in cp_sizes
-        for layouts in _layouts(_tensors(sample), cp)
-    ]
+    cases = [(sample, layouts, cp) for sample in calls for cp in cp_sizes for layouts in _layouts(_tensors(sample), cp)]
     judged = _spread(cases, limit)
     exact = refused = 0
     findings = []
@@ -227,7 +221,9 @@ def _described(layout: Layout) -> str:
 
 
 def _text(op: Any, sample: Sample) -> str:
-    show = lambda value: f"{value.dtype}{list(value.shape)}".replace("torch.", "") if isinstance(value, torch.Tensor) else value
+    show = lambda value: (
+        f"{value.dtype}{list(value.shape)}".replace("torch.", "") if isinstance(value, torch.Tensor) else value
+    )
     args = [str(tree_map(show, value)) for value in sample.args]
     args += [f"{name}={tree_map(show, value)}" for name, value in sample.kwargs.items() if value is not None]
     return f"{op}({', '.join(args)})"
@@ -322,7 +318,7 @@ def _moved(value: torch.Tensor) -> torch.Tensor:
 def _compare(op: Any, sample: Sample, module: GraphModule, cp_size: int, rule: Rule) -> str:
     """What differs from the op on whole tensors; ``""``: nothing."""
     local = Interpreter(module, cp_size, lambda node: node.target is not _moved)
-    plain = partial(_plain, op, sample, rule) if not _draws(op, sample) else partial(_drawn, op, sample, rule)
+    plain = partial(_plain, op, sample) if not _draws(op, sample) else partial(_drawn, op, sample, rule)
     tensors = _tensors(sample)
     device = torch.zeros(())
     got = lambda *inputs: local.run(*inputs, device)
@@ -334,8 +330,7 @@ def _draws(op: Any, sample: Sample) -> bool:
     return draws(read_op(node, lambda _: WHOLE, 1))
 
 
-def _plain(op: Any, sample: Sample, rule: Rule, *tensors: torch.Tensor) -> list[Any]:
-    del rule
+def _plain(op: Any, sample: Sample, *tensors: torch.Tensor) -> list[Any]:
     rest = iter(tensors)
     args, kwargs = (
         _map(part, lambda value: next(rest) if isinstance(value, torch.Tensor) else value)
@@ -363,7 +358,11 @@ def _exact_run(op: Any, sample: Sample, layouts: Layouts, cp_size: int) -> str:
     The operands that are not cut are tried whole, and cut in each of their dims of the same size.
     """
     cuts = [layout for layout in layouts if isinstance(layout, Sharded)]
-    if any(not cut.pure or cut.axis.start for cut in cuts) or any(isinstance(layout, Partial) for layout in layouts):
+    if (
+        not sample.sliced
+        or any(not cut.pure or cut.axis.start for cut in cuts)
+        or any(isinstance(layout, Partial) for layout in layouts)
+    ):
         return ""
     tensors = _tensors(sample)
     size = cuts[0].axis.size
@@ -386,22 +385,24 @@ def _exact_run(op: Any, sample: Sample, layouts: Layouts, cp_size: int) -> str:
 
 
 def _sliced(
-    op: Any, sample: Sample, tensors: Sequence[torch.Tensor], dims: Sequence[int | None], bounds: Sequence[tuple[int, int]]
+    op: Any,
+    sample: Sample,
+    tensors: Sequence[torch.Tensor],
+    dims: Sequence[int | None],
+    bounds: Sequence[tuple[int, int]],
 ) -> str:
     """Which of three ways gives the result from the slices', for three draws of the operands; ``""``: none."""
     ways: set[str] | None = None
     for seed in range(3):
         drawn = [_redrawn(tensor, seed) for tensor in tensors]
+        slices = [[x if d is None else x.narrow(d, a, b - a) for x, d in zip(drawn, dims)] for a, b in bounds]
         try:
-            whole = _plain(op, sample, None, *drawn)  # type: ignore[arg-type]
-            parts = [
-                _plain(op, sample, None, *(x if d is None else x.narrow(d, a, b - a) for x, d in zip(drawn, dims)))  # type: ignore[arg-type]
-                for a, b in bounds
-            ]
+            whole = _plain(op, sample, *drawn)
+            parts = [_plain(op, sample, *mine) for mine in slices]
         except (RuntimeError, IndexError, ValueError):
             return ""
-        if not any(part.any() for part in whole if isinstance(part, torch.Tensor)):
-            # Zeros say nothing.
+        if not any((part.nan_to_num() != 0).any() for part in whole if isinstance(part, torch.Tensor)):
+            # Zeros and NaN say nothing.
             return ""
         found = set.intersection(*(_ways(w, list(p)) for w, p in zip(whole, zip(*parts))))
         ways = found if ways is None else ways & found

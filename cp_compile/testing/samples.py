@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -143,4 +142,11 @@ def _values(argument: Any, kind: str, ndim: int) -> Iterable[Any]:
         return [argument.default_value]
     if kind.startswith("Optional"):
         return [None]
-    return {"int": [2], "number": [2], "float": [0.5], "bool": [False, True], "List[int]": [[1]]}.get(kind, [])
+    others: dict[str, list[Any]] = {
+        "int": [2],
+        "number": [2],
+        "float": [0.5],
+        "bool": [False, True],
+        "List[int]": [[1]],
+    }
+    return others.get(kind, [])

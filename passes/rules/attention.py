@@ -28,27 +28,37 @@ def is_attention(target: object) -> bool:
 
 def _sdpa(op: Op) -> Placement:
     """``query [*, H, S, d], key [*, K, T, d], value [*, K, T, e] -> [*, H, S, e]``, ``H / cp`` heads a rank."""
-    query = op["query"]
-    layout = query.layout
-    if not isinstance(layout, Sharded):
-        if all(not isinstance(operand.layout, Sharded) for operand in op.operands):
-            local = _local_form(op, WHOLE, {})
-            return Placement((WHOLE,), {operand.index: WHOLE for operand in op.operands}, local=local)
-        cuts = [operand for operand in op.operands if isinstance(operand.layout, Sharded)]
-        for operand in cuts:
-            dim = operand.layout.dim + query.ndim - operand.ndim  # type: ignore[union-attr]
-            if dim < query.ndim - 2:
-                return _on_a_batch_slice(op, operand.layout.at(dim))  # type: ignore[union-attr]
-        if cuts == [op["value"]] and cuts[0].layout.dim == query.ndim - 1 and not draws(op):  # type: ignore[union-attr]
-            wants: dict[int, Layout] = dict.fromkeys(range(len(op.operands)), WHOLE)
-            return Placement((cuts[0].layout,), {**wants, cuts[0].index: cuts[0].layout})
-        # Learned queries, or image queries, on the sequence: they are the same on every rank, and so is the result.
-        return by_heads(op, WHOLE)
-    if layout.dim == query.ndim - 2:
-        return by_heads(op, layout)
-    if layout.dim < query.ndim - 2:
-        return _on_a_batch_slice(op, layout)
-    raise NoRule("scaled_dot_product_attention whose query is cut along its last dim")
+    query, value = op["query"], op["value"]
+    cuts = [operand for operand in op.operands if isinstance(operand.layout, Sharded)]
+    # Dims counted as the query has them.
+    places = {o.index: o.layout.dim + query.ndim - o.ndim for o in cuts}  # type: ignore[union-attr]
+    rows = query.ndim - 2
+    if not cuts:
+        wants: dict[int, Layout] = {operand.index: WHOLE for operand in op.operands}
+        return Placement((WHOLE,), wants, local=_local_form(op, WHOLE, {}))
+    if isinstance(query.layout, Sharded) and query.layout.dim > rows:
+        raise NoRule("scaled_dot_product_attention whose query is cut along its last dim")
+    lead = query if query in cuts else min(cuts, key=lambda o: places[o.index])
+    cut: Sharded = lead.layout.at(places[lead.index])  # type: ignore[union-attr]
+    if cut.dim < rows:
+        return _on_a_batch_slice(op, cut)
+    key_and_value = (op["key"].layout, value.layout)
+    if cut.dim == rows and lead not in (op["key"], value) and key_and_value == (WHOLE, WHOLE) and not op["is_causal"]:
+        return _of_some_queries(op, cut)
+    if cuts == [value] and cut.dim == query.ndim - 1 and not draws(op):
+        return Placement((cut,), {o.index: cut if o is value else WHOLE for o in op.operands})
+    # Learned queries, or image queries, on the sequence: they are the same on every rank, and so is the result.
+    return by_heads(op, query.layout if isinstance(query.layout, Sharded) else WHOLE)
+
+
+def _of_some_queries(op: Op, layout: Sharded) -> Placement:
+    """Each query looks at keys that every rank holds (an image, an encoder): nothing is sent."""
+    query, mask = op["query"], op["attn_mask"]
+    wants: dict[int, Layout] = {operand.index: WHOLE for operand in op.operands}
+    wants[query.index] = layout
+    if isinstance(mask, Operand) and mask.ndim > 1 and mask.shape[-2] != 1:
+        wants[mask.index] = layout.at(mask.ndim - 2)
+    return Placement((layout,), wants, local=_local_form(op, layout, {}), attends=layout.size)
 
 
 def by_heads(op: Op, shown: Layout) -> Placement:
@@ -147,9 +157,9 @@ def _on_a_batch_slice(op: Op, layout: Sharded) -> Placement:
     query, mask = op["query"], op["attn_mask"]
     wants: dict[int, Layout] = {}
     for operand in (query, op["key"], op["value"]):
-        if operand.ndim != query.ndim or operand.shape[layout.dim] != query.shape[layout.dim]:
+        if operand.ndim != query.ndim or operand.shape[layout.dim] not in (1, layout.size):
             raise NoRule("scaled_dot_product_attention whose key or value has another size in the cut dim")
-        wants[operand.index] = layout
+        wants[operand.index] = layout if operand.shape[layout.dim] != 1 or layout.size == 1 else WHOLE
     if isinstance(mask, Operand):
         dim = layout.dim - (query.ndim - mask.ndim)
         cut = dim >= 0 and mask.shape[dim] != 1

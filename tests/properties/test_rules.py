@@ -1,0 +1,125 @@
+"""Every rule of the table against the op on whole tensors. A new row is tested without a test being written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cp_compile.passes.layouts import WHOLE
+from cp_compile.passes.rules import RULES
+from cp_compile.passes.rules.op import NoRule, Op, Placement, by_labels, dims_as_labels, wrap
+from cp_compile.passes.rules.pointwise import pointwise
+from cp_compile.testing import Sample, check_rule
+from tests.properties.profile import THOROUGH
+
+aten = torch.ops.aten
+
+
+def cases(op: Any) -> int:
+    """How many: pointwise ops share one rule."""
+    if THOROUGH:
+        return 150 if RULES[op] is pointwise else 1500
+    return 8 if RULES[op] is pointwise else 40
+
+
+@pytest.mark.parametrize("op", RULES, ids=str)
+def test_rule(op: Any) -> None:
+    report = check_rule(op, limit=cases(op))
+    assert report.ok, str(report)
+
+
+# -- the bench itself -----------------------------------------------------------------------------------------------
+
+
+def _cross(op: Op) -> Placement:
+    """The rule of CONTRIBUTING's example, for an op that is not in the table."""
+    ndim = len(op.shape)
+    labels = {o.index: dims_as_labels(o, blocked=[wrap(op["dim"], ndim)]) for o in op.operands}
+    return by_labels(op, labels, [labels[0]])
+
+
+def test_a_new_row_needs_no_test() -> None:
+    """Inputs come from the schema alone."""
+    report = check_rule(aten.heaviside.default, pointwise)
+    assert report.ok, str(report)
+    assert report.exact > 100
+
+
+def test_a_wrong_rule_is_found() -> None:
+    """A sum that runs on the slice that a rank has."""
+    as_it_is = lambda op: Placement((WHOLE,))
+    report = check_rule(aten.sum.dim_IntList, as_it_is, limit=60)
+    assert {finding.kind for finding in report.findings} == {"wrong"}
+    assert not report.ok
+    with pytest.raises(AssertionError, match=r"aten\.sum\.dim_IntList\(float64\[.*cp = [234]"):
+        assert report.ok, str(report)
+
+
+def test_a_refusal_without_need_is_found() -> None:
+    def never(op: Op) -> Placement:
+        raise NoRule("never")
+
+    report = check_rule(aten.tanh.default, never, limit=60)
+    assert {finding.kind for finding in report.findings} == {"missed"}
+    assert "the op on slices is exact: its result is cut in dim" in str(report)
+    assert "refused: never" in str(report)
+
+
+def test_a_refusal_that_is_needed_is_none() -> None:
+    """A median over the cut dim has no exact run on slices; over another dim it has."""
+
+    def never_along(op: Op) -> Placement:
+        labels = dims_as_labels(op.operands[0], blocked=[wrap(op["dim"], op.operands[0].ndim)])
+        keep = [d for d in labels if op["keepdim"] or d is not None]
+        return by_labels(op, {0: labels}, [keep] * 2)
+
+    report = check_rule(aten.median.dim, never_along, samples=[Sample((torch.randn(4, 6).double(), 1))])
+    assert report.ok, str(report)
+    assert report.refused
+    assert report.exact
+
+
+def test_a_rule_that_fails_is_wrong() -> None:
+    report = check_rule(aten.tanh.default, lambda op: Placement((op["other"].layout,)), limit=5)
+    assert "the rule raises KeyError" in str(report)
+
+
+def test_a_result_that_keeps_a_pad_is_wrong() -> None:
+    """Pads are other real rows each time, so that what counts them is seen."""
+    uncounted = lambda op: Placement((RULES[op.target](op).out[0],))
+    report = check_rule(aten.mean.dim, uncounted, limit=60)
+    assert any(finding.kind == "wrong" for finding in report.findings)
+
+
+def test_gradients_are_compared() -> None:
+    """The values are right; the gradient is lost."""
+
+    def detached(op: Op) -> Placement:
+        placement = pointwise(op)
+        local = lambda edit, node, args: edit.call(aten.detach.default, edit.call(aten.sin.default, args["self"]))
+        return Placement(placement.out, placement.wants, local=local)
+
+    report = check_rule(aten.sin.default, detached, limit=20)
+    assert "the gradient of operand 0 differs" in str(report)
+
+
+def test_an_op_without_inputs_asks_for_a_hint() -> None:
+    report = check_rule(aten.conv2d.default, pointwise)
+    assert not report.ok
+    assert "pass `samples`, or add a hint" in str(report)
+
+
+def test_an_op_without_a_rule() -> None:
+    with pytest.raises(LookupError, match="has no rule"):
+        check_rule(aten.linalg_cross.default)
+
+
+def test_the_example_of_contributing() -> None:
+    report = check_rule(
+        aten.linalg_cross.default,
+        _cross,
+        samples=[Sample((torch.randn(2, 5, 3).double(), torch.randn(2, 5, 3).double()))],
+    )
+    assert report.ok, str(report)
