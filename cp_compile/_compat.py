@@ -209,7 +209,8 @@ def equal_in_this_run(fake_mode: FakeTensorMode | None, a: Any, b: Any) -> bool:
         return False
     if free_unbacked_symbols(a) or free_unbacked_symbols(b):
         return True
-    return bool(shape_env.size_hint(a) == shape_env.size_hint(b))
+    hint = getattr(shape_env, "optimization_hint", shape_env.size_hint)  # the latter up to torch 2.12
+    return bool(hint(a) == hint(b))
 
 
 def known_true(fake_mode: FakeTensorMode | None, relation: Any) -> bool | None:

@@ -6,12 +6,23 @@ Every message says what was found, where in *the user's* code, with which sizes,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.fx import Node
 
-__all__ = ["CPError", "InvariantError", "OptionError", "PeerMismatchError", "RefusedError", "module_path", "user_line"]
+__all__ = [
+    "CPError",
+    "InvariantError",
+    "OptionError",
+    "PeerMismatchError",
+    "RefusedError",
+    "module_path",
+    "own_errors",
+    "user_line",
+]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?\s*(?P<code>[^\n]*)')
 _LIBRARY = re.compile(r"[/\\]torch[/\\](_|nn[/\\]|utils[/\\]|fx[/\\]|functional\.py|distributed[/\\])")
@@ -60,6 +71,18 @@ class RefusedError(CPError):
 
 def _rebuild_refusal(found: str, remedy: str, line: str, module: str) -> RefusedError:
     return RefusedError(found, remedy, line=line, module=module)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Dynamo wraps what a backend raises: our errors come out as they are."""
+    try:
+        yield
+    except Exception as error:
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, CPError):
+            raise inner from None
+        raise
 
 
 def user_line(node: Node) -> str:

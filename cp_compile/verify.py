@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from cp_compile.backend import build_program, check_dynamo_state
-from cp_compile.errors import CPError, RefusedError
+from cp_compile.errors import CPError, RefusedError, own_errors
 from cp_compile.options import Options
 from cp_compile.simulate import Exchanges, Simulation, simulated_group
 
@@ -169,7 +169,8 @@ def _verify(
     state = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
     before = {name: buffer.clone() for name, buffer in state.items()}
     args, kwargs = _by_name(model, args, kwargs)
-    got = torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    with own_errors():
+        got = torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
     if not simulations:
         raise RefusedError("the model has no tensor op to rewrite", "verify a function that calls the model")
     mine = {name: buffer.clone() for name, buffer in state.items()}
@@ -272,5 +273,4 @@ def _subprocess(send: Any, model: Any, args: Any, kwargs: Any, cp_size: int, dyn
     try:
         send.send(verify(model, args, kwargs, cp_size=cp_size, dynamic=dynamic, **options))
     except Exception as error:
-        inner = getattr(error, "inner_exception", error)
-        send.send(inner if isinstance(inner, CPError) else CPError(str(error)))
+        send.send(error if isinstance(error, CPError) else CPError(str(error)))

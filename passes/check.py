@@ -43,7 +43,10 @@ def check_edges(module: GraphModule, context: Context, finished: frozenset[str])
         wants = node.meta.get("cp_wants")
         if not wants:
             continue
-        for source, want in zip(tensor_inputs(node), wants, strict=True):
+        sources = tensor_inputs(node)
+        if len(sources) != len(wants):
+            raise InvariantError(f"{node} has {len(wants)} operands with a layout, and {len(sources)} in the graph")
+        for source, want in zip(sources, wants):
             step = next_move(source.meta["cp_layout"][0], want, shape_of(source.meta["val"]), context.cp_size)
             if step is not None and step[0] in finished:
                 have = source.meta["cp_layout"][0]

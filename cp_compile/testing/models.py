@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.capture import capture
-from cp_compile.errors import InvariantError, RefusedError
+from cp_compile.errors import InvariantError, RefusedError, own_errors
 from cp_compile.options import Options
 from cp_compile.passes import PIPELINE, Context
 from cp_compile.passes.check import check_edges
@@ -124,7 +124,7 @@ def capture_model(
         return graph_module
 
     torch._dynamo.reset()
-    with torch.enable_grad():
+    with torch.enable_grad(), own_errors():
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **(kwargs or {}))
     if len(found) != 1:
         raise RefusedError("the model has no tensor op to rewrite", "check a function that calls the model")

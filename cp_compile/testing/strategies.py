@@ -13,11 +13,20 @@ from hypothesis import strategies as st
 
 from cp_compile.testing.programs import Program, needed
 from cp_compile.testing.steps import STEPS
-from cp_compile.testing.writer import Writer
+from cp_compile.testing.writer import Step, Writer
 
 __all__ = ["programs"]
 
 _WEIGHTS = {"attention": 4, "binary": 3, "loss": 2, "matmul": 2, "linear": 2, "where": 2, "slice": 2, "reduce": 2}
+
+
+@st.composite
+def _step(draw: st.DrawFn, writer: Writer, steps: Sequence[Step]) -> bool:
+    """Writes one more step, or says that it was the last. A strategy of its own: shrinking leaves out whole steps."""
+    if draw(st.integers(0, 11)) == 0:
+        return False
+    draw(st.sampled_from(steps))(writer)
+    return True
 
 
 @st.composite
@@ -43,8 +52,9 @@ def programs(
     """
     writer = Writer(draw)
     chosen = [STEPS[name] for name in steps or STEPS for _ in range(_WEIGHTS.get(name, 1))]
-    for _ in range(draw(st.integers(1, max_steps))):
-        draw(st.sampled_from(chosen))(writer)
+    for _ in range(max_steps):
+        if not draw(_step(writer, chosen)):
+            break
     candidates = [value for value in writer.values[1:] if value.name not in writer.arguments]
     returned = [candidates[-1]]
     for _ in range(draw(st.integers(0, 2))):
