@@ -3,7 +3,7 @@
 - ``check_rule(op)``: is a rule exact, on every small input and every cut? What does it refuse without need?
 - ``check_model(model, args)``: is a model exact behind *each* pass, and which pass is wrong?
 - ``cp_compile.testing.strategies.programs()``: random small programs for hypothesis, which print as Python that runs.
-- ``normal_form(module, inputs)``: the lines of a graph without names and no-op views, to compare two graphs.
+- ``normal_form(module)``: the lines of a graph without names and no-op views, to compare two graphs.
 
 ``check_rule`` and ``check_model`` need torch alone; the strategies need ``hypothesis``. CONTRIBUTING.md has an example.
 """

@@ -115,18 +115,24 @@ class Interpreter:
         module: a graph at any stage of the pipeline, behind ``place``.
         cp_size: ranks.
         is_local: whether a node is what each rank runs; by default those that a pass has inserted.
+        symbols: which numbers the symbolic sizes stand for.
         seed: of the pads, and of the graph's random draws.
     """
 
     def __init__(
-        self, module: GraphModule, cp_size: int, is_local: Callable[[Node], bool] | None = None, seed: int = 0
+        self,
+        module: GraphModule,
+        cp_size: int,
+        is_local: Callable[[Node], bool] | None = None,
+        symbols: Mapping[sympy.Symbol, int] | None = None,
+        seed: int = 0,
     ) -> None:
         self.module = module
         self.cp_size = cp_size
         self.is_local = is_local or (lambda node: "cp_pass" in node.meta)
         self.seed = seed
         self.env: dict[Node, Ranks] = {}
-        self._symbols: Mapping[sympy.Symbol, int] = {}
+        self._symbols = symbols or {}
         self._rng = random.Random(seed)
 
     def run(self, *inputs: Any) -> list[Any]:
@@ -139,7 +145,6 @@ class Interpreter:
             AssertionError: what should be the same on every rank is not.
         """
         values = iter(inputs)
-        self._symbols = symbols_of(self.module, inputs)
         enabled = torch.is_grad_enabled()
         for node in self.module.graph.nodes:
             if node.op == "output":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -16,7 +17,7 @@ from cp_compile.passes import PIPELINE, Context
 from cp_compile.passes.check import check_edges
 from cp_compile.peers import graph_hash
 from cp_compile.testing.compare import differences
-from cp_compile.testing.interpret import Interpreter
+from cp_compile.testing.interpret import Interpreter, symbols_of
 from cp_compile.verify import DRAWS
 
 __all__ = ["Captured", "ModelReport", "capture_model", "check_model"]
@@ -30,11 +31,20 @@ class Captured:
         module: the graph, behind capture and in front of the passes.
         inputs: its inputs, parameters among them: whole.
         names: of the inputs, as the author of the model knows them.
+        symbols: which numbers the symbolic sizes stand for; a pass may find out that one is a constant.
     """
 
     module: GraphModule
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
+    symbols: Mapping[sympy.Symbol, int]
+
+    @classmethod
+    def of(cls, module: GraphModule, inputs: Sequence[Any]) -> Captured:
+        """A captured graph with its inputs, SymInts among them as they are for this batch."""
+        numbers = [int(x.node.hint) if isinstance(x, torch.SymInt) else x for x in inputs]
+        names = [node.meta["cp_input"] for node in module.graph.find_nodes(op="placeholder")]
+        return cls(module, tuple(numbers), tuple(names), symbols_of(module, numbers))
 
 
 @dataclass(frozen=True)
@@ -117,10 +127,7 @@ def capture_model(
     found: list[Captured] = []
 
     def backend(graph_module: GraphModule, inputs: list[Any]) -> Any:
-        module = capture(graph_module, inputs)
-        names = [node.meta["cp_input"] for node in module.graph.find_nodes(op="placeholder")]
-        numbers = [int(x.node.hint) if isinstance(x, torch.SymInt) else x for x in inputs]
-        found.append(Captured(module, tuple(numbers), tuple(names)))
+        found.append(Captured.of(capture(graph_module, inputs), inputs))
         return graph_module
 
     torch._dynamo.reset()
@@ -181,6 +188,10 @@ def meaning(captured: Captured, module: GraphModule, cp_size: int, *, finished: 
     """
     is_local: Callable[[Node], bool] | None = (lambda node: True) if "local" in finished else None
     outputs = len(captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
-    got = lambda *inputs: Interpreter(module, cp_size, is_local).run(*inputs)[:outputs]
-    right = lambda *inputs: Interpreter(captured.module, 1, lambda node: True).run(*inputs)
-    return differences(got, right, captured.inputs, names=captured.names)
+    symbols = captured.symbols
+    got = lambda *inputs: Interpreter(module, cp_size, is_local, symbols).run(*inputs)[:outputs]
+    right = lambda *inputs: Interpreter(captured.module, 1, lambda node: True, symbols).run(*inputs)
+    try:
+        return differences(got, right, captured.inputs, names=captured.names)
+    except (AssertionError, RuntimeError, IndexError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {str(error).strip()}"

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.passes.editor import schema_arguments
 from cp_compile.passes.layouts import Layout, shape_of
-from cp_compile.testing.interpret import concrete, symbols_of
+from cp_compile.testing.interpret import concrete
 
 __all__ = ["normal_form"]
 
@@ -28,17 +28,17 @@ _VIEWS = (
 )
 
 
-def normal_form(module: GraphModule, inputs: Sequence[Any]) -> list[str]:
+def normal_form(module: GraphModule, symbols: Mapping[sympy.Symbol, int] | None = None) -> list[str]:
     """A line for each node that the outputs depend on, in the order in which they are first needed.
 
-    Inputs are called by their names in the model, other values are numbered; sizes are those of ``inputs``, whether
-    they stand in the graph as numbers or are computed in it. Views that change nothing are left out.
+    Inputs are called by their names in the model, other values are numbered; sizes are numbers, whether they
+    stand in the graph or are computed in it. Views that change nothing are left out.
 
     Args:
         module: a rewritten graph.
-        inputs: its inputs, as in ``Captured.inputs``.
+        symbols: which numbers its symbolic sizes stand for (``Captured.symbols``).
     """
-    return _Reader(module, symbols_of(module, inputs)).lines()
+    return _Reader(module, symbols or {}).lines()
 
 
 class _Reader:

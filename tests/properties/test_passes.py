@@ -84,16 +84,16 @@ def exported(program: Program) -> Captured:
     rest = iter(inputs)
     placeholders = [node.name for node in exported.graph.find_nodes(op="placeholder")]
     values = tuple(state[names[name]] if name in names else next(rest) for name in placeholders)
-    return Captured(capture_export(exported), values, tuple(placeholders))
+    return Captured.of(capture_export(exported), values)
 
 
 @examples(0.5)
 @given(programs())
 def test_export_and_compile_give_the_same_graph(program: Program) -> None:
     captured, cp_size, options = prepared(program)
-    compiled = normal_form(rewritten(captured, cp_size, options), captured.inputs)
+    compiled = normal_form(rewritten(captured, cp_size, options), captured.symbols)
     other = exported(program)
-    assert normal_form(rewritten(other, cp_size, options), other.inputs) == compiled
+    assert normal_form(rewritten(other, cp_size, options), other.symbols) == compiled
     assert len(compiled) > 1
 
 
