@@ -91,7 +91,7 @@ def relative_error(value: torch.Tensor, right: torch.Tensor, scale: float = 0.0)
         value: what was computed.
         right: what it should be.
         scale: the norm that rounding errors grow with, for a ``right`` that is zero but for them: below
-            ``10 * eps / tolerance`` of it, an error is measured against that share.
+            ``100 * eps / tolerance`` of it, an error is measured against that share.
     """
     if value.shape != right.shape:
         return float("inf")
@@ -99,7 +99,9 @@ def relative_error(value: torch.Tensor, right: torch.Tensor, scale: float = 0.0)
     if not torch.equal(value[~finite].nan_to_num(), right[~finite].nan_to_num()) or not value[finite].isfinite().all():
         return float("inf")
     a, b = value[finite].double(), right[finite].double()
-    floor = scale * 10 * torch.finfo(right.dtype).eps / tolerance(right.dtype) if right.dtype.is_floating_point else 0.0
+    floor = (
+        scale * 100 * torch.finfo(right.dtype).eps / tolerance(right.dtype) if right.dtype.is_floating_point else 0.0
+    )
     size = max(b.norm().item(), floor)
     difference = (a - b).norm().item()
     return difference / size if size else (0.0 if difference == 0 else float("inf"))
