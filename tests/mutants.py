@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -81,8 +82,9 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
     return "", output.getvalue()
 
 
-def judge(mutant: Mutant) -> tuple[Mutant, str, str]:
-    """The mutant, the test that kills it (``""``: none), and what went wrong with the run itself."""
+def judge(mutant: Mutant) -> tuple[str, str, str]:
+    """What the mutant is called, the test that kills it (``""``: none), and what went wrong with the run itself."""
+    title = mutant.title
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve()
         copy_tree(tree)
@@ -90,17 +92,51 @@ def judge(mutant: Mutant) -> tuple[Mutant, str, str]:
             mutant.apply(tree)
             killed, _ = run_tests(tree, mutant.tests)
         except Exception as error:
-            return mutant, "", f"{type(error).__name__}: {error}"
-    return mutant, killed, ""
+            return title, "", f"{type(error).__name__}: {error}"
+    return title, killed, ""
 
 
-def unbroken(tests: Sequence[str]) -> str:
-    """What fails where nothing is broken; ``""``: nothing."""
+def unbroken(tests: Sequence[str]) -> tuple[str, str, str]:
+    """What fails where nothing is broken, behind two empty strings."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve()
         copy_tree(tree)
-        failed, output = run_tests(tree, tests)
-    return f"{failed}\n{output}" if failed else ""
+        try:
+            failed, output = run_tests(tree, tests)
+        except RuntimeError as error:
+            return "", "", str(error)
+    return "", "", f"{failed}\n{output}" if failed else ""
+
+
+Work = tuple[Callable[[Any], Any], Any]
+"""A function, and what it is called with."""
+
+
+def each(work: Sequence[Work]) -> Iterator[Any]:
+    """What each piece of work gives, as they finish: a process for each, as many at once as there are cores.
+
+    No pool: its processes are daemons, which may not start the processes of tests with several ranks.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(work)[::-1], dict[Any, Any]()
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_piece, args=(send, *waiting.pop()))
+            process.start()
+            send.close()
+            running[receive] = process
+        for receive in multiprocessing.connection.wait(list(running)):
+            process = running.pop(receive)
+            try:
+                yield receive.recv()  # type: ignore[attr-defined]
+            except EOFError:
+                raise RuntimeError("a process ended without a result") from None
+            process.join()
+
+
+def _piece(send: Any, function: Callable[[Any], Any], argument: Any) -> None:
+    send.send(function(argument))
 
 
 def run(mutants: Sequence[Mutant], console: Console) -> int:
@@ -113,17 +149,15 @@ def run(mutants: Sequence[Mutant], console: Console) -> int:
 
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     results: dict[str, tuple[str, str]] = {}
-    # One process a mutant.
-    with (
-        multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
-    ):
-        whole = pool.apply_async(unbroken, (tests,))
-        for mutant, killed, error in progress.track(
-            pool.imap_unordered(judge, mutants), total=len(mutants), description="mutants"
-        ):
-            results[mutant.name] = (killed, error)
-        failed = whole.get()
+    failed = ""
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("mutants", total=len(mutants) + 1)
+        for title, killed, error in each([(unbroken, tests), *((judge, mutant) for mutant in mutants)]):
+            progress.advance(task)
+            if title:
+                results[title] = (killed, error)
+            else:
+                failed = error
     show(mutants, results, console)
     errors = [f"{name}: {error}" for name, (_, error) in results.items() if error]
     if failed:
@@ -139,9 +173,9 @@ def show(mutants: Iterable[Mutant], results: dict[str, tuple[str, str]], console
     """The table."""
     table = Table("mutant", "what it breaks", "killed by")
     for mutant in mutants:
-        killed, error = results[mutant.name]
+        killed, error = results[mutant.title]
         verdict = killed.removeprefix("tests/") or f"[bold red]{'did not run' if error else 'survives'}[/]"
-        table.add_row(f"{mutant.file}: {mutant.name}", mutant.breaks, verdict.replace("[aten", r"\[aten"))
+        table.add_row(mutant.title, mutant.breaks, verdict.replace("[aten", r"\[aten"))
     console.print(table)
 
 
@@ -149,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only mutants whose file or name has this in it")
     names = parser.parse_args(arguments).names
-    chosen = [m for m in MUTANTS if not names or any(name in f"{m.file}: {m.name}" for name in names)]
+    chosen = [m for m in MUTANTS if not names or any(name in m.title for name in names)]
     if not chosen:
         parser.error(f"no mutant has {' or '.join(names)} in its file or name")
     return run(chosen, Console(width=None if sys.stdout.isatty() else 160))

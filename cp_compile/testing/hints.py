@@ -83,7 +83,7 @@ def _einsums() -> list[Sample]:
         ("bsd,de->bse", ((2, 5, 4), (4, 3))), ("bsd,bsd->bs", ((2, 5, 4), (2, 5, 4))), ("i,j->ij", ((5,), (4,))),
         ("bhqd,bhkd->bhqk", ((2, 4, 5, 3), (2, 4, 6, 3))), ("bhqk,bhkd->bhqd", ((2, 4, 5, 5), (2, 4, 5, 3))),
         ("...d,d", ((2, 5, 4), (4,))), ("bs,bs,bs->b", ((2, 5),) * 3), ("bsd->", ((2, 5, 4),)),
-        ("ab,bc", ((5, 4), (4, 4))), ("b...d,...d->b...", ((2, 5, 4), (1, 4))),
+        ("ab,bc", ((5, 4), (4, 4))), ("...d,...d->...", ((2, 5, 4), (5, 4))), ("b...d,...d->b...", ((2, 5, 4), (1, 4))),
     ]  # fmt: skip
     return [_call(e, [reals(*s, seed=i) for i, s in enumerate(shapes)]) for e, shapes in terms]
 
@@ -133,6 +133,7 @@ def _indices() -> list[Sample]:
         _call(X, [j, None, ints(3, high=4)]), _call(X, [ints(2, 6, high=2)]), _call(X, [None, ints(5, high=5)]),
         _call(X, [torch.arange(2)[:, None], ints(2, 3, high=5)]), _call(reals(5), [ints(5, high=5)]),
         _call(reals(5, 3), [ints(2, 4, high=5)]), _call(TALL, [None, ints(6, high=6)]),
+        _call(reals(2, 4, 3, 5), [None, ints(6, high=4), None, ints(6, high=5)]),
     ]  # fmt: skip
 
 
@@ -272,6 +273,14 @@ _PIECES = _pieces()
 _COMPLEX = torch.complex(X, Y)
 
 
+def _flags(*dims: Any) -> list[Sample]:
+    """Few that are true, few that are false, and none; over all, or over dims, which may stay."""
+    tensors = [X > 1, X > -1, X > 9, X > -9, reals(5) > 0, ints(2, 5, 4, high=2).double()]
+    if not dims:
+        return [_call(tensor) for tensor in tensors]
+    return [_call(tensor, dim, keep) for tensor in tensors if tensor.ndim == 3 for dim in dims for keep in _BOTH]
+
+
 def _linears() -> list[Sample]:
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((2, 5, 4), (3, 4)),
@@ -328,6 +337,13 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "select_scatter": lambda: _PIECES["select_scatter"],
     "cat": _joined,
     "concat": _joined,
+    # of flags
+    "any": lambda: _flags(),
+    "any.dim": lambda: _flags(0, 1, 2),
+    "any.dims": lambda: _flags([0], [1], [0, 2]),
+    "all": lambda: _flags(),
+    "all.dim": lambda: _flags(0, 1, 2),
+    "all.dims": lambda: _flags([0], [1], [0, 2]),
     # along a dim
     "roll": lambda: [_call(X, s, d) for s, d in (([1], [1]), ([-2], [2]), ([1, 1], [0, 1]), ([3], []))],
     "pad": lambda: [_call(X, pad) for pad in ([1, 2], [0, 0, 1, -1], [0, 0, 2, 0], [1, 0, 0, 1], [0, 0])],

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -116,6 +116,7 @@ class Interpreter:
         cp_size: ranks.
         is_local: whether a node is what each rank runs; by default those that a pass has inserted.
         symbols: which numbers the symbolic sizes stand for.
+        whole: outputs, by their places, that must be the same on every rank.
         seed: of the pads, and of the graph's random draws.
     """
 
@@ -125,11 +126,13 @@ class Interpreter:
         cp_size: int,
         is_local: Callable[[Node], bool] | None = None,
         symbols: Mapping[sympy.Symbol, int] | None = None,
+        whole: Collection[int] = (),
         seed: int = 0,
     ) -> None:
         self.module = module
         self.cp_size = cp_size
         self.is_local = is_local or (lambda node: "cp_pass" in node.meta)
+        self.whole = whole
         self.seed = seed
         self.env: dict[Node, Ranks] = {}
         self._symbols = symbols or {}
@@ -149,9 +152,16 @@ class Interpreter:
         for node in self.module.graph.nodes:
             if node.op == "output":
                 torch._C._set_grad_enabled(enabled)
-                return [self._whole(value) if isinstance(value, Node) else value for value in node.args[0]]
+                return [self._output(i, value) for i, value in enumerate(node.args[0])]
             self.env[node] = self._input(node, values) if node.op == "placeholder" else self._node(node)
         raise AssertionError("the graph has no output")
+
+    def _output(self, i: int, value: Any) -> Any:
+        if not isinstance(value, Node):
+            return value
+        if i in self.whole and isinstance(self.env[value][0], torch.Tensor):
+            return assemble(self.env[value], WHOLE)
+        return self._whole(value)
 
     def _input(self, node: Node, values: Any) -> Ranks:
         if node.meta.get("cp_rank"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,9 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
             check_edges(module, context, frozenset(finished))
         except InvariantError as error:
             return [f"behind pass {step.name!r}: {error}"]
-        detail = meaning(captured, module, cp_size, finished=finished)
+        # From here on, an output is what the user is given.
+        whole = [i for i, output in enumerate(context.outputs) if output.kind == "value"] if "local" in finished else []
+        detail = meaning(captured, module, cp_size, finished=finished, whole=whole)
         if detail:
             return [f"behind pass {step.name!r}: {detail}"]
     return []
@@ -177,7 +179,9 @@ def copy_of(module: GraphModule) -> GraphModule:
     return GraphModule(module, graph)
 
 
-def meaning(captured: Captured, module: GraphModule, cp_size: int, *, finished: set[str] | frozenset[str]) -> str:
+def meaning(
+    captured: Captured, module: GraphModule, cp_size: int, *, finished: Collection[str], whole: Collection[int] = ()
+) -> str:
     """How a graph at some stage differs from the captured one, in values or gradients; ``""``: in nothing.
 
     Args:
@@ -185,11 +189,12 @@ def meaning(captured: Captured, module: GraphModule, cp_size: int, *, finished: 
         module: the graph at that stage.
         cp_size: ranks.
         finished: what the passes so far provide; from ``"local"`` on, every node is what a rank runs.
+        whole: outputs, by their places, that must be the same on every rank.
     """
     is_local: Callable[[Node], bool] | None = (lambda node: True) if "local" in finished else None
     outputs = len(captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
     symbols = captured.symbols
-    got = lambda *inputs: Interpreter(module, cp_size, is_local, symbols).run(*inputs)[:outputs]
+    got = lambda *inputs: Interpreter(module, cp_size, is_local, symbols, whole).run(*inputs)[:outputs]
     right = lambda *inputs: Interpreter(captured.module, 1, lambda node: True, symbols).run(*inputs)
     try:
         return differences(got, right, captured.inputs, names=captured.names)

@@ -205,6 +205,7 @@ def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) 
     except Exception as error:
         return Finding("wrong", case, f"the rule raises {type(error).__name__}: {error}")
     try:
+        _check_shown(node, placement)
         _finish(module, node, placement, cp_size)
         detail = _compare(op, sample, module, cp_size, rule)
     except (CPError, RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
@@ -278,6 +279,15 @@ def _placed(node: Node, rule: Rule, layouts: Layouts, cp_size: int) -> Placement
         if not can_move(operand.layout, want, operand.shape, cp_size, gather=operand.index in placement.gathers):
             raise NoRule(f"operand {operand.index} would have to be gathered to be {want}")
     return placement
+
+
+def _check_shown(node: Node, placement: Placement) -> None:
+    """What consumers are shown must be a layout of what comes out."""
+    val = node.meta["val"]
+    results = [x for x in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(x, torch.Tensor)]
+    for layout, result in zip(placement.deliver, results):
+        if isinstance(layout, Sharded) and layout.size != result.shape[layout.dim]:
+            raise AssertionError(f"a result of shape {list(result.shape)} is shown as {_described(layout)}")
 
 
 def _finish(module: GraphModule, node: Node, placement: Placement, cp_size: int) -> None:

@@ -28,6 +28,11 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """What it is called; no two are called the same."""
+        return f"{self.file}: {self.name}"
+
     def apply(self, tree: Path) -> None:
         """Edits the file.
 

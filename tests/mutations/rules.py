@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "operands follow the largest",
             "if cut is None or operand is lead:",
             "if cut is None:",
-            ("tests/passes/test_mixing.py",),
+            ("tests/properties/test_found.py::test_the_largest_operand_is_not_moved",),
         ),
         (
             "cut where it has no label",
@@ -86,14 +86,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "an axis behind another dim",
             "front = product(before[: layout.dim]) * layout.outer",
             "front = product(before[: layout.dim])",
-            rule("view.default"),
+            ("tests/passes/test_rules.py::test_exact[flatten and back]",),
         ),
         (
             "elements behind forgotten",
             "an axis in front of another dim",
             "back = product(before[layout.dim + 1 :]) * layout.inner",
             "back = product(before[layout.dim + 1 :])",
-            rule("view.default"),
+            ("tests/passes/test_passes.py::test_a_view_is_followed_in_row_major_order", *rule("view.default")),
         ),
         (
             "global sizes",
@@ -339,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "attention by hand shown in the batch",
             "the product has the queries' rows",
             "deliver = () if gathers else (Sharded(rows[-1], Axis.cut(length, op.cp_size)),)",
-            "deliver = () if gathers else (Sharded(0, Axis.cut(op.shape[0], op.cp_size)),)",
+            "deliver = () if gathers else (Sharded(0, Axis.cut(length, op.cp_size)),)",
             rule("matmul.default", "einsum.default"),
         ),
         (
@@ -347,7 +347,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "the second operand is whole where heads do not divide",
             "        gathers = frozenset(cut.operand for cut in cuts if cut is not over)\n",
             "",
-            (f"{_MIXING}[by hand, one head]",),
+            ("tests/passes/test_mixing.py::test_exact_with_little_gathered[by hand, one head]",),
         ),
         (
             "a bias cut like the input",
@@ -524,10 +524,10 @@ MUTANTS: tuple[Mutant, ...] = (
             rule("group_norm.default"),
         ),
         (
-            "similarity of a slice",
-            "a cosine is that of whole vectors",
-            "labels = {o.index: [None if d == gone else d for d in broadcast_labels(o, shape)] for o in op.operands}",
-            "labels = {o.index: broadcast_labels(o, shape) for o in op.operands}",
+            "similarity in other rows",
+            "where the rows of a cosine stand",
+            "return by_labels(op, labels, [[d for d in range(ndim) if d != gone]])",
+            "return by_labels(op, labels, [list(range(ndim - 1))])",
             rule("cosine_similarity.default"),
         ),
     ),
@@ -661,7 +661,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "a causal query's place in the whole",
             ' and not op["is_causal"]:\n',
             ":\n",
-            rule("scaled_dot_product_attention.default"),
+            ("tests/properties/test_found.py::test_causal_queries_on_whole_keys_are_exchanged",),
         ),
         (
             "a whole mask for some queries",
@@ -689,7 +689,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "attention that is written out for its dropout is masked",
             '    if mask is not None and (op["is_causal"] or op["attn_mask"].dtype == torch.bool):\n',
             "    if False:\n",
-            (_RANDOM,),
+            ("tests/properties/test_found.py::test_dropout_in_a_causal_attention_is_masked",),
         ),
     ),
     *_of(
@@ -795,13 +795,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "recurrent",
         (
-            "steps of a slice",
-            "each step needs the one before",
-            '["b", None, None] if op["batch_first"] else [None, "b", None]',
-            '["b", "s", None] if op["batch_first"] else ["s", "b", None]',
-            rule("gru.input", "lstm.input"),
-        ),
-        (
             "states of another batch",
             "states are cut like their batch",
             'of_state: list[Hashable] = [None, "b", None]',
@@ -823,7 +816,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "a feature is dropped whole",
             "rows = operand.ndim if op.target is not aten.feature_dropout.default else 2",
             "rows = operand.ndim",
-            (_RANDOM,),
+            (f"{_RANDOM}::test_a_feature_is_dropped_whole",),
         ),
         (
             "drawn as a slice of nothing",

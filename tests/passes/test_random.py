@@ -95,6 +95,26 @@ def test_draws_do_not_depend_on_each_other() -> None:
     assert 20 <= chi <= 125  # 63 degrees of freedom: 1e-6 on either side
 
 
+def test_flattened_rows_do_not_repeat_each_other() -> None:
+    """The place of an element in a dim that holds the batch and the sequence."""
+    for function in (lambda a: torch.rand_like(a.flatten(0, 1)), lambda a: torch.rand_like(a.mT.reshape(B, -1))):
+        (numbers,) = draw(function, [ONES], {0: 1}, 2)
+        assert len(set(numbers.flatten().tolist())) == numbers.numel()
+
+
+def test_normal_numbers_are_normal() -> None:
+    """Their first four moments, within 5 standard deviations."""
+    a = torch.ones(1, 4096, 16, dtype=torch.float64)
+    (numbers,) = draw(lambda a: torch.randn_like(a), [a], {0: 1}, 2)
+    for power, (moment, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], 1):
+        assert abs(numbers.pow(power).mean().item() - moment) <= 5 * (variance / numbers.numel()) ** 0.5
+
+
+def test_a_feature_is_dropped_whole() -> None:
+    (kept,) = draw(lambda a: F.dropout1d(a, 0.5), [ONES], {0: 1}, 2)
+    assert ((kept == 0).all(-1) | (kept != 0).all(-1)).all()
+
+
 def test_gradients_follow_the_mask() -> None:
     module, context = rewritten(lambda a: F.dropout(a, 0.5), [ONES], {0: 1}, 2)
     a = ONES.clone().requires_grad_()

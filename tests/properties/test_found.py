@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import GraphModule, Node
 
-from cp_compile import RefusedError
+from cp_compile import InvariantError, RefusedError, verify
 from cp_compile.options import Options
-from cp_compile.passes import Context, rewrite
+from cp_compile.passes import PIPELINE, Context, rewrite
+from cp_compile.passes.check import check as check_graph
+from cp_compile.passes.layouts import Axis, Sharded
+from cp_compile.simulate import Simulation, simulated_group
 from cp_compile.testing import Program, capture_model, check_model, normal_form
 from cp_compile.testing.models import copy_of
 from cp_compile.testing.programs import Line
-from tests.bench import check
+from tests.bench import check, rewritten
+from tests.models import batch, model
 
+aten = torch.ops.aten
 B, S, D = 2, 5, 6
 T = torch.Tensor
 
@@ -63,11 +72,11 @@ def test_causal_queries_on_whole_keys_are_exchanged() -> None:
 def test_a_view_where_batch_and_length_are_one_symbol() -> None:
     """(s * s) // s was not known to be s: the axis was lost, and exchanged for another."""
     found = program("a = F.gelu(F.linear(h, self.table))", "b = a.reshape(B * S, 7)", batch=2, length=2, dynamic=True)
-    model, batch = found.build()
-    captured = capture_model(model, batch, dynamic=True)
+    module_of, ids_of = found.build()
+    captured = capture_model(module_of, ids_of, dynamic=True)
     module = rewrite(copy_of(captured.module), Context(3, "0", Options(sequence=("ids", 1), outputs="local")))
     assert not any("all_to_all" in line or "all_gather" in line for line in normal_form(module, captured.symbols))
-    report = check_model(model, batch, cp_sizes=(2, 3), dynamic=True, sequence=("ids", 1), outputs="local")
+    report = check_model(module_of, ids_of, cp_sizes=(2, 3), dynamic=True, sequence=("ids", 1), outputs="local")
     assert report.ok, str(report)
     assert not report.refused
 
@@ -104,3 +113,104 @@ def test_a_table_whose_features_are_cut() -> None:
 
 def test_picked_by_cut_indices_of_a_whole_value() -> None:
     check(lambda a, i: a.gather(1, i[:, :, None] * 1), [x(B, D, 1), ids()], {1: 1})
+
+
+# -- what a mutant showed that no test saw --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", ["shard", "local", "gathered"])
+def test_a_sliced_output(outputs: str) -> None:
+    """A window of the sequence comes back in torch's own chunks."""
+    lm, inputs = program("a = h[:, 1:] * 2", length=6).build()
+    assert verify(lm, inputs, cp_size=3, sequence=("ids", 1), outputs=outputs).ok
+
+
+def test_what_no_rule_gathers_is_refused() -> None:
+    """Weights of classes that are cut: the loss needs them whole, and nobody allowed a gather."""
+    loss = lambda a, t, w: F.cross_entropy(a * 2, t, (w * 2).detach().abs())
+    inputs = [x(S), torch.tensor(1), x(S, seed=1)]
+    with pytest.raises(RefusedError, match=r"needs operand 2 to be whole, and it is sequence .*would take a gather"):
+        check(loss, inputs, {0: 0, 2: 0})
+    check(loss, inputs, {0: 0, 2: 0}, fallback="gather")
+
+
+def test_the_largest_operand_is_not_moved() -> None:
+    """A row of numbers that is cut along another dim is gathered."""
+    function = lambda f, scores: f[:, None] * 2 + scores * 3
+    counts = check(function, [x(B, S), x(B, S, S, seed=1)], {0: 1, 1: 1}, outputs="local")
+    assert counts == {"all_gather_into_tensor": 1}
+
+
+def test_whole_kv_heads() -> None:
+    """Few kv heads that every rank holds, and causal queries that are cut: each rank takes its own."""
+    attention = lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v, is_causal=True, enable_gqa=True)
+    check(attention, [x(B, 6, S, 4), x(B, 3, S, 4, seed=1), x(B, 3, S, 4, seed=2)], {0: 2}, cp_size=2)
+
+
+def test_a_whole_value_beside_flattened_rows() -> None:
+    """It is cut inside of a dim that holds the batch too."""
+    check(lambda a, w: (a * 2).flatten(0, 1) * w, [x(), x(B * S, 1, seed=1)], {0: 1})
+
+
+def test_two_symbolic_sizes() -> None:
+    """Each output is trimmed to its own."""
+    lm, inputs = program("a = h[:, 1:] * 2", dynamic=True).build()
+    found = lambda ids: (lm(ids), F.embedding(ids, lm.table) * 3)
+    assert verify(found, inputs, cp_size=2, sequence=("ids", 1), dynamic=True).ok
+
+
+def edited(change: Callable[[GraphModule], None]) -> GraphModule:
+    """A model's rewritten graph, up to the final check, with one change."""
+    captured = capture_model(model(layers=1, loss="pad"), batch(13))
+    module, context = captured.module, Context(2, "0")
+    for step in PIPELINE[:-1]:
+        module = step.run(module, context)
+    change(module)
+    return check_graph(module, context)
+
+
+def first(module: GraphModule, target: Any) -> Node:
+    return next(iter(module.graph.find_nodes(op="call_function", target=target)))
+
+
+def test_a_wrong_shape_is_seen() -> None:
+    def narrower(module: GraphModule) -> None:
+        """A norm of something else that runs all the same."""
+        node = first(module, aten.silu.default)
+        with module.graph.inserting_before(node):
+            node.args = (module.graph.call_function(aten.sum.dim_IntList, (node.args[0], [0], True)),)
+
+    with pytest.raises(InvariantError, match=r"has the local shape \[1, 7, \d+\], and as sequence cut in dim 1"):
+        edited(narrower)
+
+
+def test_a_wrong_dtype_is_seen() -> None:
+    def halved(module: GraphModule) -> None:
+        node = first(module, aten.silu.default)
+        with module.graph.inserting_before(node):
+            node.args = (module.graph.call_function(aten._to_copy.default, node.args, {"dtype": torch.float32}),)
+
+    with pytest.raises(InvariantError, match=r"is torch\.float32, and should be torch\.float64"):
+        edited(halved)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_keys_that_are_cut_are_seen(name: str) -> None:
+    def cut(module: GraphModule) -> None:
+        node = first(module, aten.scaled_dot_product_attention.default)
+        source = node.args[("query", "key", "value").index(name)]
+        source.meta["cp_layout"] = (Sharded(2, Axis.cut(13, 2)),)
+
+    with pytest.raises(InvariantError, match=rf"the {name} of .* is cut along its sequence"):
+        edited(cut)
+
+
+def test_dropout_in_a_causal_attention_is_masked() -> None:
+    """Written out for its dropout, it still sees no later position."""
+    attention = lambda q, v: F.scaled_dot_product_attention(q * 2, q, v, is_causal=True, dropout_p=0.5)
+    one_hot = torch.eye(S, dtype=torch.float64).expand(B, 4, S, S)
+    module, context = rewritten(attention, [x(B, 4, S, 3), one_hot], {0: 2}, 2)
+    with simulated_group(2):
+        (weights,) = Simulation(module, context.outputs, 2)(x(B, 4, S, 3), one_hot)
+    assert not weights.triu(1).any()
+    assert weights.tril().any()

@@ -1,0 +1,559 @@
+"""Mutants of the passes, and of what they share: the editor, the layouts, the draws, capture."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, model, rule
+
+__all__ = ["MUTANTS"]
+
+_PASSES = "tests/passes/test_passes.py"
+_RANDOM = "tests/passes/test_random.py"
+_SAME_DRAWS = f"{_RANDOM}::test_the_same_numbers_on_any_number_of_ranks"
+_EDITS = "tests/properties/test_passes.py::test_any_wrong_edit_of_a_model_is_rejected"
+_FUNCTIONS = "tests/exact/test_functions.py"
+_RULES = "tests/passes/test_rules.py::test_exact"
+
+
+def _of(file: str, *rows: tuple[str, str, str, str, tuple[str, ...]]) -> tuple[Mutant, ...]:
+    return tuple(Mutant(what, breaks, f"{file}.py", old, new, tests) for what, breaks, old, new, tests in rows)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    *_of(
+        "passes/place",
+        (
+            "run whole without a rule",
+            "an op without a rule is refused",
+            '        raise NoRule(f"{op.name} has no rule for a value whose',
+            '        return _whole(node, operands)\n        raise NoRule(f"{op.name} has no rule for a value whose',
+            ("tests/test_verify.py::test_a_refusal_comes_through",),
+        ),
+        (
+            "gathers without leave",
+            "a gather takes the user's leave, or the rule's",
+            'gather = context.options.fallback == "gather" or',
+            "gather = True or",
+            ("tests/properties/test_found.py::test_what_no_rule_gathers_is_refused",),
+        ),
+        (
+            "partial sums as outputs",
+            "a sum that comes back is that of all ranks",
+            'context.options.outputs == "gathered":\n            wants.append(WHOLE)',
+            'context.options.outputs == "gathered":\n            wants.append(layout)',
+            model("no pads"),
+        ),
+        (
+            "windows as outputs",
+            "rows that come back are torch's own chunks",
+            "axis = Axis.cut(layout.axis.size, context.cp_size, layout.axis.name)",
+            "axis = layout.axis",
+            ("tests/properties/test_found.py::test_a_sliced_output",),
+        ),
+        (
+            "an update of this rank",
+            "an input is not written with a cut value",
+            "    if node.target is aten.copy_.default:\n",
+            "    if False:\n",
+            ("tests/test_refusals.py::test_a_buffer_that_differs_by_rank",),
+        ),
+        (
+            "draws without a number",
+            "each draw has its own numbers",
+            'node.meta["cp_draw"] = number = number + 1',
+            'node.meta["cp_draw"] = number = 1',
+            (f"{_RANDOM}::test_draws_do_not_depend_on_each_other",),
+        ),
+    ),
+    *_of(
+        "passes/sequence",
+        (
+            "the first of several",
+            "several inputs with sequences of their own are refused",
+            "    if len(groups) > 1:\n",
+            "    if False:\n",
+            (f"{_PASSES}::test_several_sequences_are_refused_and_one_can_be_named",),
+        ),
+        (
+            "any length will do",
+            "a table that is longer than the sequence is no sequence",
+            "chosen = [candidate for candidate in group if candidate.layout.size in lengths] or group",
+            "chosen = group",
+            ("tests/test_verify.py",),
+        ),
+    ),
+    *_of(
+        "passes/moves",
+        (
+            "partial sums are sliced",
+            "a partial sum is made before it is cut",
+            '(Partial, Sharded): ("reduce", WHOLE),',
+            '(Partial, Sharded): ("slice", want),',
+            (*rule("add.Tensor"), f"{_PASSES}::test_the_table_of_moves"),
+        ),
+        (
+            "windows are not aligned",
+            "two windows of one axis have other rows",
+            "    if have == want:\n        return None\n",
+            "    if have == want or str(have) == str(want):\n        return None\n",
+            ("tests/passes/test_mixing.py",),
+        ),
+        (
+            "moved in front of the value",
+            "a move stands behind its value",
+            "                        made[key] = _sent(edit, build, source, have, step[1])\n",
+            "                        made[key] = source\n",
+            model("pads"),
+        ),
+    ),
+    *_of(
+        "passes/bind_rank",
+        (
+            "bound twice",
+            "a second run of a pass changes nothing",
+            '    if any(node.meta.get("cp_rank") for node in inputs):\n',
+            "    if False:\n",
+            (f"{_PASSES}::test_idempotent", *model("no pads")),
+        ),
+    ),
+    *_of(
+        "passes/bind_seed",
+        (
+            "behind the rank",
+            "the rank is the last input",
+            "inserting_before(rank)",
+            "inserting_after(rank)",
+            (f"{_SAME_DRAWS}[dropout]",),
+        ),
+    ),
+    *_of(
+        "passes/reduction",
+        (
+            "not summed",
+            "a loss is that of all ranks",
+            "    return edit.all_reduce(value)\n",
+            "    return value\n",
+            model("no pads"),
+        ),
+        (
+            "the largest share",
+            "a partial value is summed",
+            "    return edit.all_reduce(value)\n",
+            '    return edit.all_reduce(value, "max")\n',
+            model("no pads"),
+        ),
+    ),
+    *_of(
+        "passes/gather",
+        (
+            "pads gathered",
+            "pads are dropped from a gathered value",
+            "    if axis.has_pads(cp):\n",
+            "    if False:\n",
+            model("gathered"),
+        ),
+        (
+            "rows of each rank in turn",
+            "the order of gathered rows",
+            "order = [dim + 1, *(d for d in range(len(split)) if d != dim + 1)]",
+            "order = list(range(len(split)))",
+            model("gathered"),
+        ),
+    ),
+    *_of(
+        "passes/exchange",
+        (
+            "no all-to-all",
+            "heads are traded for the sequence",
+            "    value = edit.call(_c10d.all_to_all_single.default, value, ones, ones, edit.context.group_name)\n"
+            "    value = edit.call(_c10d.wait_tensor.default, value)\n",
+            "    value = edit.call(aten.clone.default, value)\n",
+            model("pads"),
+        ),
+        (
+            "heads dealt in turn",
+            "which rank gets which heads",
+            "            split += [cp, want.axis.chunk]\n",
+            "            send += 1\n            split += [want.axis.chunk, cp]\n",
+            model("pads"),
+        ),
+        (
+            "no transpose behind",
+            "the rows of the ranks in order",
+            "    back = [*range(1, place), 0, *range(place, len(split))]\n",
+            "    back = list(range(len(split)))\n",
+            model("no pads"),
+        ),
+        (
+            "pads attended",
+            "pads are dropped where the axis is whole",
+            "def _drop_pads(edit: Editor, value: Node, shape: tuple[Size, ...], have: Sharded) -> Node:\n"
+            "    cp, axis, dim = edit.context.cp_size, have.axis, have.dim\n    if not axis.has_pads(cp):\n",
+            "def _drop_pads(edit: Editor, value: Node, shape: tuple[Size, ...], have: Sharded) -> Node:\n"
+            "    cp, axis, dim = edit.context.cp_size, have.axis, have.dim\n    if True:\n",
+            model("pads"),
+        ),
+        (
+            "not padded",
+            "an axis that is cut is padded first",
+            "    rows = edit.all_rows(axis)\n",
+            "    rows = edit.call(aten.arange.default, edit.size(axis.size), device=edit.device)\n",
+            model("pads"),
+        ),
+        (
+            "every kv head to each",
+            "which kv heads a rank is sent",
+            "heads_of_all_ranks(edit, want))",
+            "edit.call(aten.remainder.Scalar, heads_of_all_ranks(edit, want), want.count))",
+            model("grouped heads"),
+        ),
+        (
+            "pads dropped in front",
+            "which rows are pads",
+            "start, end = edit.size(axis.start), edit.size(axis.start + axis.size)",
+            "start, end = edit.size(axis.start + cp * axis.chunk - axis.size), edit.size(axis.start + cp * axis.chunk)",
+            model("pads"),
+        ),
+    ),
+    *_of(
+        "passes/heads",
+        (
+            "the first head of each",
+            "which kv heads a rank uses",
+            "edit.call(aten.mul.Scalar, rank, share), group)",
+            "edit.call(aten.mul.Scalar, rank, 0), group)",
+            model("grouped heads"),
+        ),
+        (
+            "a query's place on its rank",
+            "which kv head a query uses",
+            "    return edit.once((\"head_of_query\"",
+            "    group = 1\n    return edit.once((\"head_of_query\"",
+            model("grouped heads"),
+        ),
+        (
+            "kv heads of the first rank",
+            "which of the whole kv heads a rank takes",
+            "heads = edit.call(aten.add.Tensor, _first(edit, kv, edit.rank), _arange(edit, kv.count))",
+            "heads = _arange(edit, kv.count)",
+            (f"{_RULES}[sdpa, whole mqa]", "tests/properties/test_found.py::test_whole_kv_heads"),
+        ),
+    ),
+    *_of(
+        "passes/slicing",
+        (
+            "the first rows for each",
+            "which rows of a whole value a rank takes",
+            "    rows = edit.rows(want.axis)\n",
+            "    rows = edit.call(aten.arange.default, edit.size(want.axis.chunk), device=edit.device)\n"
+            "    rows = edit.call(aten.clamp.default, rows, 0, edit.size(want.axis.size - 1))\n",
+            model("no pads"),
+        ),
+        (
+            "the axis in front of the rest",
+            "a slice of a flattened dim",
+            "    value = edit.call(aten.index_select.default, value, want.dim + 1, rows)\n",
+            "    value = edit.call(aten.flip.default, value, [want.dim])\n"
+            "    value = edit.call(aten.index_select.default, value, want.dim + 1, rows)\n",
+            ("tests/properties/test_found.py::test_a_whole_value_beside_flattened_rows",),
+        ),
+    ),
+    *_of(
+        "passes/localise",
+        (
+            "views as they were",
+            "an op that names sizes names those of a rank",
+            "        if form is None:\n            continue\n",
+            "        if form is None or node.target in _REPLACED:\n            continue\n".replace(
+                "_REPLACED", "(torch.ops.aten.reshape.default, *_VIEWS)"
+            ),
+            model("no pads"),
+        ),
+        (
+            "every piece is the first",
+            "which piece is which",
+            "local[user.args[1]])",
+            "local[0])",
+            rule("split.Tensor"),
+        ),
+    ),
+    *_of(
+        "passes/return_sizes",
+        (
+            "every size is the first",
+            "which run-time size an output has",
+            "size_index=list(extra).index(output.size))",
+            "size_index=0)",
+            ("tests/test_verify.py", "tests/properties/test_found.py::test_two_symbolic_sizes"),
+        ),
+    ),
+    *_of(
+        "passes/overlap",
+        (
+            "waits leave their grad mode",
+            "a node stays in the grad mode that it was written in",
+            " and grad_mode[first] == grad_mode[wait]:",
+            ":",
+            (f"{_PASSES}::test_waits_do_not_leave_their_grad_mode",),
+        ),
+        (
+            "waits stay",
+            "exchanges that are started one after another run together",
+            "                first.prepend(node)\n",
+            "                pass\n",
+            (f"{_PASSES}::test_waits_sink_behind_all_starts",),
+        ),
+    ),
+    *_of(
+        "passes/check",
+        (
+            "no look at waits",
+            "every collective is waited on",
+            "if node.target in COLLECTIVES and not any(",
+            "if False and not any(",
+            (f"{_EDITS}[missing_waits]",),
+        ),
+        (
+            "no look at edges",
+            "every edge carries the layout that is asked for",
+            "            if step is not None and step[0] in finished:\n",
+            "            if False:\n",
+            (f"{_EDITS}[dropped_exchanges]", f"{_EDITS}[swapped_layouts]"),
+        ),
+        (
+            "no look at shapes",
+            "every value has the local shape of its layout",
+            "            if len(shape) != len(expected[node]) or not all(equal):\n",
+            "            if False:\n",
+            ("tests/properties/test_found.py::test_a_wrong_shape_is_seen",),
+        ),
+        (
+            "no look at dtypes",
+            "every value has the dtype that it has in the program",
+            '            if value.dtype != node.meta["val"].dtype:\n',
+            "            if False:\n",
+            ("tests/properties/test_found.py::test_a_wrong_dtype_is_seen",),
+        ),
+        (
+            "no look at attention",
+            "no attention sees a slice of its keys",
+            "        if is_attention(node.target):\n",
+            "        if False:\n",
+            ("tests/properties/test_found.py::test_keys_that_are_cut_are_seen",),
+        ),
+    ),
+    *_of(
+        "passes/pipeline",
+        (
+            "any order",
+            "the order of the passes is checked before they run",
+            "        if missing:\n",
+            "        if False:\n",
+            (f"{_PASSES}::test_the_order_of_the_pipeline_is_checked_before_it_runs",),
+        ),
+        (
+            "no gather",
+            "what the user lets be gathered is gathered",
+            "    PassStep(gather, ",
+            "    PassStep(lambda module, context: module, ",
+            model("gathered"),
+        ),
+    ),
+    *_of(
+        "passes/editor",
+        (
+            "positions local",
+            "a row's place in the whole",
+            "rows = self.call(aten.add.Tensor, self.call(aten.mul.Tensor, self.rank, chunk), offset)",
+            "rows = offset",
+            model("no pads"),
+        ),
+        (
+            "pads are real",
+            "which rows are pads",
+            "                self.call(aten.lt.Scalar, rows, self.size(layout.axis.size)),\n",
+            "                self.call(aten.ge.Scalar, rows, 0),\n",
+            (*rule("sum.dim_IntList"), *model("pads")),
+        ),
+        (
+            "rows in front are real",
+            "which rows of a window are pads",
+            "                self.call(aten.ge.Scalar, rows, 0),\n",
+            "                self.call(aten.ge.Scalar, rows, -9),\n",
+            rule("sum.dim_IntList"),
+        ),
+        (
+            "windows start at 0",
+            "where a window starts",
+            "return rows if same(axis.start, 0) else self.call(aten.sub.Tensor, rows, self.size(axis.start))",
+            "return rows",
+            rule("sum.dim_IntList"),
+        ),
+        (
+            "elements of a flattened dim",
+            "which elements of a flattened dim are pads",
+            "real = self.call(aten.reshape.default, real, [1, -1, 1])",
+            "real = self.call(aten.reshape.default, real, [-1, 1, 1]) if layout.outer == layout.axis.chunk else "
+            "self.call(aten.ones_like.default, self.call(aten.reshape.default, real, [1, -1, 1]))",
+            rule("sum.dim_IntList", "mean.dim"),
+        ),
+        (
+            "recomputed exchanges",
+            "an exchange in a checkpointed region is kept",
+            'node.meta["recompute"] = CheckpointPolicy.MUST_SAVE',
+            "pass",
+            (f"{_PASSES}::test_exchanges_in_a_checkpointed_region_are_saved",),
+        ),
+        (
+            "flags sent as numbers",
+            "what is sent has the fewest bytes",
+            "elif val.dtype in (_NOT_ADDED if added else _NOT_SENT):",
+            "elif val.dtype in _NOT_ADDED:",
+            (f"{_PASSES}::test_flags_are_sent_as_bytes",),
+        ),
+        (
+            "flags added as flags",
+            "a sum of bools is made in int32",
+            "elif val.dtype in (_NOT_ADDED if added else _NOT_SENT):",
+            "elif val.dtype in _NOT_SENT:",
+            (f"{_PASSES}::test_flags_are_sent_as_bytes",),
+        ),
+        (
+            "all_reduce of a rank",
+            "what a local form sums over the ranks",
+            "        value = self.call(_c10d.all_reduce.default, value, op, self.context.group_name)\n"
+            "        return self.call(_c10d.wait_tensor.default, value)\n",
+            "        return self.call(aten.clone.default, value)\n",
+            model("no pads"),
+        ),
+    ),
+    *_of(
+        "passes/layouts",
+        (
+            "chunks rounded down",
+            "every row is on some rank",
+            "        return -(-a // b)\n",
+            "        return max(a // b, 1)\n",
+            model("pads"),
+        ),
+        (
+            "no pads anywhere",
+            "whether a rank holds pads",
+            "return not (self.start == 0 and isinstance(self.size, int) and self.size == cp_size * self.chunk)",
+            "return False",
+            model("pads"),
+        ),
+        (
+            "carried by the batch",
+            "the dim that the ranks divide carries a cut",
+            "return not known, known and size % cp_size != 0, not 0 < dim == mixed - 1, -size if known else 0",
+            "return not known, False, False, dim",
+            (f"{_PASSES}::test_what_carries_a_cut",),
+        ),
+        (
+            "a product divided in part",
+            "a symbolic size is followed through views",
+            "        expression = expression.replace(FloorDiv, lambda a, b: divide(a, b) or FloorDiv(a, b))\n",
+            "        pass\n",
+            ("tests/properties/test_found.py::test_a_view_where_batch_and_length_are_one_symbol",),
+        ),
+    ),
+    *_of(
+        "passes/counter",
+        (
+            "draws of a slice",
+            "slices share no pattern",
+            "    rows = edit.rows(cut.axis)\n    if cut.pure:\n",
+            "    rows = _rows(edit, cut.axis.chunk, None)\n    if cut.pure:\n",
+            (f"{_SAME_DRAWS}[dropout]",),
+        ),
+        (
+            "one key",
+            "two draws have other numbers",
+            'key = _key(edit, 4 * int(node.meta["cp_draw"]) + stream)',
+            "key = _key(edit, stream)",
+            (f"{_RANDOM}::test_draws_do_not_depend_on_each_other",),
+        ),
+        (
+            "one seed",
+            "another step has other numbers",
+            "edit.call(aten.bitwise_and.Scalar, edit.seed, _LOW)",
+            "edit.call(aten.bitwise_and.Scalar, edit.seed, 0)",
+            (f"{_SAME_DRAWS}[dropout]",),
+        ),
+        (
+            "flattened rows in another order",
+            "the place of an element in a flattened dim",
+            "edit.size(cut.axis.size * cut.inner))",
+            "edit.size(cut.inner))",
+            (f"{_RANDOM}::test_flattened_rows_do_not_repeat_each_other",),
+        ),
+        (
+            "one stream",
+            "the two numbers of a normal draw",
+            "uniform(edit, node, shape, layout, wide, 2), 2 * math.pi)",
+            "uniform(edit, node, shape, layout, wide), 2 * math.pi)",
+            (f"{_RANDOM}::test_normal_numbers_are_normal",),
+        ),
+    ),
+    *_of(
+        "passes/custom_function",
+        (
+            "gradients off by cp",
+            "a backward is handed the true gradient",
+            "        _scale(backward, placed.outputs, edit.context.cp_size)\n",
+            "        pass\n",
+            (f"{_FUNCTIONS}::test_exact[clipped]",),
+        ),
+        (
+            "gradients of another layout",
+            "a gradient lies like its operand, or is a sum",
+            "        if have != (Partial() if isinstance(layout, Whole) else layout):\n",
+            "        if False:\n",
+            (f"{_FUNCTIONS}::test_refused",),
+        ),
+        (
+            "not linear",
+            "a function of a whole value has a linear backward",
+            "        if not _is_linear(backward, outputs):\n",
+            "        if False:\n",
+            (f"{_FUNCTIONS}::test_refused",),
+        ),
+    ),
+    *_of(
+        "cp_compile/inline",
+        (
+            "derivative of the forward",
+            "a custom function keeps its own gradient",
+            '    "autograd_function_apply": _custom_function,\n',
+            '    "autograd_function_apply": lambda run, forward, backward, *args, **_: run.inline(forward, args)[0],\n',
+            (f"{_FUNCTIONS}::test_exact[clipped]",),
+        ),
+    ),
+    *_of(
+        "cp_compile/simulate",
+        (
+            "tangents of a rank",
+            "gradients are averaged over the ranks",
+            "mine.copy_(self.cp_size * whole.narrow(dim, r * chunk, rows))",
+            "mine.copy_(whole.narrow(dim, r * chunk, rows))",
+            ("tests/test_verify.py::test_every_form_of_the_outputs",),
+        ),
+    ),
+    *_of(
+        "cp_compile/capture",
+        (
+            "casts lost",
+            "autocast becomes casts",
+            "                    return kernel(*args, **kwargs)\n",
+            "                    return super().__torch_dispatch__(func, types, args, kwargs)\n",
+            ("tests/test_capture.py::test_autocast_becomes_casts",),
+        ),
+        (
+            "parameters written to",
+            "a forward that writes to a parameter is refused",
+            "                if was_mutated(functional) and value.requires_grad:\n",
+            "                if False:\n",
+            ("tests/test_refusals.py", "tests/exact/test_parameters.py"),
+        ),
+    ),
+)  # fmt: skip
