@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    # And not in the processes that a test starts, which import this file too: they have the path of the copy.
+    sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress  # noqa: E402

@@ -414,7 +414,6 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "sym_size": lambda: [_call(X, dim) for dim in (0, 1, 2)],
     "dropout": lambda: [_call(X, p, train) for p in (0.0, 0.5, 1.0) for train in _BOTH],
     "native_dropout": lambda: [_call(X, p, train) for p in (0.0, 0.5) for train in (*_BOTH, None)],
-    "feature_dropout": lambda: [_call(reals(4, 5, 3), 0.5, train) for train in _BOTH],
     "bernoulli": lambda: [_call(X.sigmoid())],
     "bernoulli.p": lambda: [_call(X, 0.25)],
     "bernoulli.Tensor": lambda: [_call(X, Y.sigmoid()), _call(X, reals(4).sigmoid())],

@@ -23,7 +23,7 @@ __all__ = ["RULES", "draws", "dropped", "no_draw"]
 
 aten = torch.ops.aten
 _ATTENTION = (aten.scaled_dot_product_attention.default,)
-_DROPOUTS = (aten.dropout.default, aten.native_dropout.default, aten.feature_dropout.default)
+_DROPOUTS = (aten.dropout.default, aten.native_dropout.default)
 
 
 def draws(op: Op) -> bool:
@@ -64,17 +64,14 @@ def dropped(
 
 
 def _dropout(op: Op) -> Placement:
-    """``dropout``, and ``feature_dropout``, which drops whole ``[N, C]`` features."""
+    """``dropout``, and ``native_dropout``, which says what was kept too."""
     placement = pointwise(op)
     if not draws(op):
         return placement
     operand, layout = op["input"], placement.out[0]
-    rows = operand.ndim if op.target is not aten.feature_dropout.default else 2
-    shape = (*operand.shape[:rows], *[1] * (operand.ndim - rows))
-    drawn = layout if getattr(layout, "dim", 0) < rows else WHOLE
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        value, kept = dropped(edit, node, args["input"], shape, drawn, float(op["p"]), operand.dtype)
+        value, kept = dropped(edit, node, args["input"], operand.shape, layout, float(op["p"]), operand.dtype)
         return [value, kept] if len(op.outputs) == 2 else value
 
     return Placement(placement.out, placement.wants, local=local)

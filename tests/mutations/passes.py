@@ -74,11 +74,11 @@ MUTANTS: tuple[Mutant, ...] = (
             (f"{_PASSES}::test_several_sequences_are_refused_and_one_can_be_named",),
         ),
         (
-            "any length will do",
-            "a table that is longer than the sequence is no sequence",
-            "chosen = [candidate for candidate in group if candidate.layout.size in lengths] or group",
-            "chosen = group",
-            ("tests/test_verify.py",),
+            "dims from the front alone",
+            "a dim may be named from behind",
+            "if dim in (candidate.layout.dim, candidate.negative_dim)]",
+            "if dim == candidate.layout.dim]",
+            ("tests/properties/test_found.py::test_a_sequence_that_is_named_from_behind",),
         ),
     ),
     *_of(
@@ -503,13 +503,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "        _scale(backward, placed.outputs, edit.context.cp_size)\n",
             "        pass\n",
             (f"{_FUNCTIONS}::test_exact[clipped]",),
-        ),
-        (
-            "gradients of another layout",
-            "a gradient lies like its operand, or is a sum",
-            "        if have != (Partial() if isinstance(layout, Whole) else layout):\n",
-            "        if False:\n",
-            (f"{_FUNCTIONS}::test_refused",),
         ),
         (
             "not linear",

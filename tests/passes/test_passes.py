@@ -328,6 +328,7 @@ def test_what_carries_a_cut() -> None:
         ((2, 16, 32), Sharded(1, Axis(16, 8)), (2, 16, 4, 8), Sharded(1, Axis(16, 8))),
         ((2, 16, 32), Sharded(1, Axis(16, 8)), (32, 32), Sharded(0, Axis(16, 8), 2, 1)),
         ((32, 32), Sharded(0, Axis(16, 8), 2, 1), (2, 16, 32), Sharded(1, Axis(16, 8))),
+        ((2, 512), Sharded(1, Axis(16, 8), 1, 32), (2, 16, 32), Sharded(1, Axis(16, 8))),
         ((2, 16, 4, 8), Sharded(2, Axis(4, 2)), (2, 16, 32), Sharded(2, Axis(4, 2), 1, 8)),
         ((2, 16, 32), Sharded(1, Axis(16, 8)), (1024,), Sharded(0, Axis(16, 8), 2, 32)),
         ((2, 16, 32), Sharded(1, Axis(16, 8)), (2, 4, 4, 32), None),

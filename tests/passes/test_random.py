@@ -110,6 +110,12 @@ def test_normal_numbers_are_normal() -> None:
         assert abs(numbers.pow(power).mean().item() - moment) <= 5 * (variance / numbers.numel()) ** 0.5
 
 
+def test_what_is_kept_is_scaled() -> None:
+    for p in (0.5, 0.2):
+        (numbers,) = draw(lambda a, p=p: F.dropout(a, p), [ONES], {0: 1}, 2)
+        assert {round(number, 12) for number in numbers.flatten().tolist()} == {0, round(1 / (1 - p), 12)}
+
+
 def test_a_feature_is_dropped_whole() -> None:
     (kept,) = draw(lambda a: F.dropout1d(a, 0.5), [ONES], {0: 1}, 2)
     assert ((kept == 0).all(-1) | (kept != 0).all(-1)).all()

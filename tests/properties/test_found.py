@@ -159,6 +159,17 @@ def test_two_symbolic_sizes() -> None:
     assert verify(found, inputs, cp_size=2, sequence=("ids", 1), dynamic=True).ok
 
 
+def test_attention_by_hand_is_shown_as_a_slice() -> None:
+    """And what comes behind it is cut so."""
+    by_hand = lambda q, k, v: (q @ k.mT).softmax(-1) @ v * 2
+    check(by_hand, [x(B, 4, S, 3, seed=i) for i in range(3)], {0: 2, 1: 2, 2: 2})
+
+
+def test_a_sequence_that_is_named_from_behind() -> None:
+    lm, inputs = program("a = h * 2").build()
+    assert verify(lm, inputs, cp_size=2, sequence=("ids", -1)).ok
+
+
 def edited(change: Callable[[GraphModule], None]) -> GraphModule:
     """A model's rewritten graph, up to the final check, with one change."""
     captured = capture_model(model(layers=1, loss="pad"), batch(13))
