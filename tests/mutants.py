@@ -25,8 +25,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
+from rich.markup import escape  # noqa: E402
 from rich.progress import Progress  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.table import Column, Table  # noqa: E402
 
 from tests.mutations import MUTANTS  # noqa: E402
 from tests.mutations.mutant import Mutant  # noqa: E402
@@ -173,11 +174,11 @@ def run(mutants: Sequence[Mutant], console: Console) -> int:
 
 def show(mutants: Iterable[Mutant], results: dict[str, tuple[str, str]], console: Console) -> None:
     """The table."""
-    table = Table("mutant", "what it breaks", "killed by")
+    table = Table(*(Column(name, overflow="fold") for name in ("mutant", "what it breaks", "killed by")))
     for mutant in mutants:
         killed, error = results[mutant.title]
-        verdict = killed.removeprefix("tests/") or f"[bold red]{'did not run' if error else 'survives'}[/]"
-        table.add_row(mutant.title, mutant.breaks, verdict.replace("[aten", r"\[aten"))
+        verdict = escape(killed.removeprefix("tests/")) or f"[bold red]{'did not run' if error else 'survives'}[/]"
+        table.add_row(escape(mutant.title), escape(mutant.breaks), verdict)
     console.print(table)
 
 

@@ -348,6 +348,7 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "roll": lambda: [_call(X, s, d) for s, d in (([1], [1]), ([-2], [2]), ([1, 1], [0, 1]), ([3], []))],
     "pad": lambda: [_call(X, pad) for pad in ([1, 2], [0, 0, 1, -1], [0, 0, 2, 0], [1, 0, 0, 1], [0, 0])],
     "constant_pad_nd": lambda: [_call(X, pad, 0.5) for pad in ([1, 2], [0, 0, 1, -1], [0, 0, 2, 0])],
+    "unfold": lambda: [_call(t, dim, 2, step) for t in (X, TALL) for dim in (0, 1, 2, -1) for step in (1, 2)],
     "topk": lambda: [_call(X, 2, dim) for dim in (0, 1, 2, -1)],
     "tril": lambda: [_call(t, k) for t in (reals(5, 5), X, reals(2, 4, 6)) for k in (0, 1, -1)],
     "triu": lambda: [_call(t, k) for t in (reals(5, 5), X, reals(2, 4, 6)) for k in (0, 1, -1)],

@@ -77,7 +77,9 @@ def assemble(ranks: Ranks, layout: Layout) -> torch.Tensor:
     if isinstance(layout, Sharded):
         axis, dim = layout.axis, layout.dim
         for mine in ranks:
-            assert mine.shape[dim] == layout.local_size, f"{list(mine.shape)} on a rank, of a value that is {layout}"
+            assert mine.shape[dim] == layout.local_size, (
+                f"a rank has {list(mine.shape)}, and as {layout} it should have {layout.local_size} in that dim"
+            )
         split = [*first.shape[:dim], layout.outer, axis.chunk, layout.inner, *first.shape[dim + 1 :]]
         rows = torch.cat([mine.reshape(split) for mine in ranks], dim + 1).narrow(dim + 1, axis.start, axis.size)
         return rows.reshape(*first.shape[:dim], layout.size, *first.shape[dim + 1 :])

@@ -43,6 +43,13 @@ def _pad(op: Op) -> Placement:
     return along(op, sorted({ndim - 1 - i // 2 for i, pad in enumerate(op["pad"]) if pad != 0}))
 
 
+def _unfold(op: Op) -> Placement:
+    """Windows: ``[*, S, *] -> [*, (S - size) // step + 1, *, size]``."""
+    operand = op.operands[0]
+    labels = dims_as_labels(operand, blocked=[wrap(op["dimension"], operand.ndim)])
+    return by_exchange(op, {0: labels}, [[*labels, None]])
+
+
 def _triangle(op: Op) -> Placement:
     """``tril`` and ``triu``: on rows or columns of a slice, by their place in the whole."""
     operand = op.operands[0]
@@ -76,6 +83,7 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys(overloads("_fft_r2c.default _fft_c2c.default _fft_c2r.default"), _along_some),
     aten.flip.default: _along_some,
     aten.roll.default: _along_some,
+    aten.unfold.default: _unfold,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
 }

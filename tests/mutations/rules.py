@@ -302,6 +302,13 @@ MUTANTS: tuple[Mutant, ...] = (
             rule("pad.default"),
         ),
         (
+            "windows of a slice",
+            "a window may begin on one rank and end on the next",
+            'labels = dims_as_labels(operand, blocked=[wrap(op["dimension"], operand.ndim)])',
+            "labels = dims_as_labels(operand)",
+            rule("unfold.default"),
+        ),
+        (
             "triangle of a slice",
             "a row's place in the whole",
             "rows = edit.rows(layout.axis)",

@@ -111,6 +111,7 @@ THREE = [heads(), heads(1), heads(2)]
 LAST = torch.tensor([1, 4])
 Case = tuple[Callable[..., Any], list[T], dict[int, int]]
 CASES: dict[str, Case] = {
+    "unfold": (lambda a: (a * 2).unfold(1, 3, 1).sum(-1) + a.unfold(1, 2, 1)[:, :-1, :, 0], [x()], {0: 1}),
     "cumsum": (lambda a: a.cumsum(1) * a, [x()], {0: 1}),
     "cumsum of rows": (lambda a: a.flatten(0, 1).cumsum(0), [x()], {0: 1}),
     "flip": (lambda a: a.flip(1) + a, [x()], {0: 1}),
