@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from cp_compile._compat import FakeTensorMode
 from cp_compile.errors import CPError
@@ -21,15 +20,18 @@ from cp_compile.passes.bind_rank import bind_rank
 from cp_compile.passes.bind_seed import bind_seed
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import schema_arguments
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, Partial, Sharded
+from cp_compile.passes.layouts import WHOLE, Sharded
 from cp_compile.passes.localise import localise
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.op import NoRule, Placement, Rule, read_op
 from cp_compile.passes.rules.random import draws
 from cp_compile.testing.compare import differences
-from cp_compile.testing.interpret import Interpreter, called
-from cp_compile.testing.samples import NoSamples, Sample, samples
+from cp_compile.testing.cuts import Layouts, described, layouts_of
+from cp_compile.testing.interpret import Interpreter
+from cp_compile.testing.missed import exact_run
+from cp_compile.testing.samples import NoSamples, Sample, call, mapped, tensors_of
+from cp_compile.testing.samples import samples as samples_of
 
 __all__ = ["Finding", "RuleReport", "check_rule"]
 
@@ -114,10 +116,12 @@ def check_rule(
     if rule is None:
         raise LookupError(f"{op} has no rule: pass one, or add a row to the rule table (CONTRIBUTING.md)")
     try:
-        calls = list(samples) if samples is not None else _samples(op)
+        calls = list(samples) if samples is not None else samples_of(op)
     except NoSamples as none:
         return RuleReport(op, 0, 0, (Finding("no samples", str(op), str(none)),))
-    cases = [(sample, layouts, cp) for sample in calls for cp in cp_sizes for layouts in _layouts(_tensors(sample), cp)]
+    cases = [
+        (sample, layouts, cp) for sample in calls for cp in cp_sizes for layouts in layouts_of(tensors_of(sample), cp)
+    ]
     judged = _spread(cases, limit)
     exact = refused = 0
     findings = []
@@ -130,10 +134,6 @@ def check_rule(
     return RuleReport(op, exact, refused, tuple(findings))
 
 
-def _samples(op: Any) -> list[Sample]:
-    return samples(op)
-
-
 def _spread(cases: list[Any], limit: int | None) -> list[Any]:
     """Some of the cases, chosen evenly over a fixed shuffle."""
     if limit is None or len(cases) <= limit:
@@ -141,66 +141,17 @@ def _spread(cases: list[Any], limit: int | None) -> list[Any]:
     return random.Random(len(cases)).sample(cases, limit)
 
 
-# -- layouts --------------------------------------------------------------------------------------------------------
-
-Layouts = tuple[Layout, ...]
-
-
-def _layouts(tensors: Sequence[torch.Tensor], cp_size: int) -> Iterator[Layouts]:
-    """How the operands of a call may be cut: one axis, in one dim of one or more operands."""
-    if not tensors:
-        yield ()
-    seen = set()
-    for places in _places(tensors):
-        (first, dim), *_ = places
-        for cut in _cuts(tensors[first].shape[dim], cp_size):
-            layouts: list[Layout] = [WHOLE] * len(tensors)
-            for i, d in places:
-                layouts[i] = cut.at(d)
-            for rest in (WHOLE, Partial()):
-                # What is not cut may be a sum that has not been made yet.
-                chosen = tuple(rest if layout == WHOLE and len(tensors) > 1 else layout for layout in layouts)
-                if chosen not in seen and (rest == WHOLE or cut.pure):
-                    seen.add(chosen)
-                    yield chosen
-
-
-def _places(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Dims that hold the axis: each alone, each pair as long, and all as they are aligned from the right or left."""
-    dims = [(i, d) for i, tensor in enumerate(tensors) for d in range(tensor.ndim)]
-    size = lambda place: tensors[place[0]].shape[place[1]]
-    yield from ((place,) for place in dims)
-    yield from ((a, b) for a, b in itertools.combinations(dims, 2) if a[0] != b[0] and size(a) == size(b))
-    for key in (lambda place: tensors[place[0]].ndim - place[1], lambda place: place[1]):
-        for number in {key(place) for place in dims}:
-            aligned = [place for place in dims if key(place) == number]
-            if len(aligned) > 2 and len({size(place) for place in aligned}) == 1:
-                yield tuple(aligned)
-
-
-def _cuts(size: int, cp_size: int) -> Iterator[Sharded]:
-    if size == 0:
-        return
-    yield Sharded(0, Axis.cut(size, cp_size))
-    if size > 1:
-        yield Sharded(0, Axis(size, -(-(size + 2) // cp_size), 1))
-    if size % 2 == 0:
-        axis = Axis.cut(size // 2, cp_size)
-        yield Sharded(0, axis, outer=2)
-        yield Sharded(0, axis, inner=2)
-
-
 # -- one case -------------------------------------------------------------------------------------------------------
 
 
 def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) -> str | Finding:
-    case = f"{_text(op, sample)} with {', '.join(map(str, map(_described, layouts)))}; cp = {cp_size}"
+    case = f"{_text(op, sample)} with {', '.join(map(str, map(described, layouts)))}; cp = {cp_size}"
     module = _graph(op, sample, layouts)
     node = module.graph.find_nodes(op="call_function", target=op)[0]
     try:
         placement = _placed(node, rule, layouts, cp_size)
     except NoRule as no_rule:
-        missed = _exact_run(op, sample, layouts, cp_size)
+        missed = exact_run(op, sample, layouts, cp_size)
         return Finding("missed", case, f"{missed}; refused: {no_rule.reason}") if missed else "refused"
     except Exception as error:
         return Finding("wrong", case, f"the rule raises {type(error).__name__}: {error}")
@@ -213,14 +164,6 @@ def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) 
     return Finding("wrong", case, detail) if detail else "exact"
 
 
-def _described(layout: Layout) -> str:
-    if not isinstance(layout, Sharded):
-        return str(layout)
-    axis = layout.axis
-    mixed = f", {layout.outer} x {axis.size} x {layout.inner}" if not layout.pure else ""
-    return f"{layout} (rows {axis.start}:{axis.start + axis.size} in chunks of {axis.chunk}{mixed})"
-
-
 def _text(op: Any, sample: Sample) -> str:
     show = lambda value: (
         f"{value.dtype}{list(value.shape)}".replace("torch.", "") if isinstance(value, torch.Tensor) else value
@@ -228,10 +171,6 @@ def _text(op: Any, sample: Sample) -> str:
     args = [str(tree_map(show, value)) for value in sample.args]
     args += [f"{name}={tree_map(show, value)}" for name, value in sample.kwargs.items() if value is not None]
     return f"{op}({', '.join(args)})"
-
-
-def _tensors(sample: Sample) -> list[torch.Tensor]:
-    return [value for value in tree_leaves((sample.args, sample.kwargs)) if isinstance(value, torch.Tensor)]
 
 
 def _graph(op: Any, sample: Sample, layouts: Layouts) -> GraphModule:
@@ -250,7 +189,7 @@ def _graph(op: Any, sample: Sample, layouts: Layouts) -> GraphModule:
         inputs[len(inputs)] = node
         return node
 
-    args, kwargs = (_map(part, read) for part in (sample.args, sample.kwargs))
+    args, kwargs = (mapped(part, read) for part in (sample.args, sample.kwargs))
     device = graph.placeholder("device")
     device.meta.update(val=mode.from_tensor(torch.zeros(())), cp_layout=(WHOLE,), cp_shown=(WHOLE,))
     node = graph.call_function(op, args, kwargs)
@@ -260,15 +199,6 @@ def _graph(op: Any, sample: Sample, layouts: Layouts) -> GraphModule:
         node.meta["val"] = op(*fake_args, **fake_kwargs)
     graph.output(())
     return GraphModule(torch.nn.Module(), graph)
-
-
-def _map(value: Any, change: Any) -> Any:
-    """``change`` on every leaf, in order; tuples stay tuples and lists lists."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(item, change) for item in value)
-    if isinstance(value, dict):
-        return {name: _map(item, change) for name, item in value.items()}
-    return change(value)
 
 
 def _placed(node: Node, rule: Rule, layouts: Layouts, cp_size: int) -> Placement:
@@ -287,7 +217,7 @@ def _check_shown(node: Node, placement: Placement) -> None:
     results = [x for x in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(x, torch.Tensor)]
     for layout, result in zip(placement.deliver, results):
         if isinstance(layout, Sharded) and layout.size != result.shape[layout.dim]:
-            raise AssertionError(f"a result of shape {list(result.shape)} is shown as {_described(layout)}")
+            raise AssertionError(f"a result of shape {list(result.shape)} is shown as {described(layout)}")
 
 
 def _finish(module: GraphModule, node: Node, placement: Placement, cp_size: int) -> None:
@@ -328,26 +258,16 @@ def _moved(value: torch.Tensor) -> torch.Tensor:
 def _compare(op: Any, sample: Sample, module: GraphModule, cp_size: int, rule: Rule) -> str:
     """What differs from the op on whole tensors; ``""``: nothing."""
     local = Interpreter(module, cp_size, lambda node: node.target is not _moved)
-    plain = partial(_plain, op, sample) if not _draws(op, sample) else partial(_drawn, op, sample, rule)
-    tensors = _tensors(sample)
+    plain = partial(call, op, sample) if not _draws(op, sample) else partial(_drawn, op, sample, rule)
+    tensors = tensors_of(sample)
     device = torch.zeros(())
     got = lambda *inputs: local.run(*inputs, device)
     return differences(got, plain, tensors, fixed=sample.fixed)
 
 
 def _draws(op: Any, sample: Sample) -> bool:
-    node = _graph(op, sample, (WHOLE,) * len(_tensors(sample))).graph.find_nodes(op="call_function", target=op)[0]
+    node = _graph(op, sample, (WHOLE,) * len(tensors_of(sample))).graph.find_nodes(op="call_function", target=op)[0]
     return draws(read_op(node, lambda _: WHOLE, 1))
-
-
-def _plain(op: Any, sample: Sample, *tensors: torch.Tensor) -> list[Any]:
-    rest = iter(tensors)
-    args, kwargs = (
-        _map(part, lambda value: next(rest) if isinstance(value, torch.Tensor) else value)
-        for part in (sample.args, sample.kwargs)
-    )
-    result = called(op, args, kwargs)
-    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def _drawn(op: Any, sample: Sample, rule: Rule, *tensors: torch.Tensor) -> list[Any]:
@@ -357,88 +277,3 @@ def _drawn(op: Any, sample: Sample, rule: Rule, *tensors: torch.Tensor) -> list[
     node = module.graph.find_nodes(op="call_function", target=op)[0]
     _finish(module, node, _placed(node, rule, layouts, 1), 1)
     return Interpreter(module, 1, lambda node: node.target is not _moved).run(*tensors, torch.zeros(()))
-
-
-# -- what a rule may have missed ------------------------------------------------------------------------------------
-
-
-def _exact_run(op: Any, sample: Sample, layouts: Layouts, cp_size: int) -> str:
-    """How the op itself is exact on slices of the operands as they are cut; ``""``: in no way that was tried.
-
-    The operands that are not cut are tried whole, and cut in each of their dims of the same size.
-    """
-    cuts = [layout for layout in layouts if isinstance(layout, Sharded)]
-    if (
-        not sample.sliced
-        or any(not cut.pure or cut.axis.start for cut in cuts)
-        or any(isinstance(layout, Partial) for layout in layouts)
-    ):
-        return ""
-    tensors = _tensors(sample)
-    size = cuts[0].axis.size
-    choices: list[list[int | None]] = []
-    for tensor, layout in zip(tensors, layouts):
-        if isinstance(layout, Sharded):
-            choices.append([layout.dim])
-        else:
-            choices.append([None, *(d for d in range(tensor.ndim) if tensor.shape[d] == size)])
-    bounds = [(r * cuts[0].axis.chunk, min(size, (r + 1) * cuts[0].axis.chunk)) for r in range(cp_size)]
-    bounds = [(start, end) for start, end in bounds if start < end]
-    if len(bounds) < 2:
-        return ""
-    for dims in itertools.islice(itertools.product(*choices), 16):
-        how = _sliced(op, sample, tensors, dims, bounds)
-        if how:
-            places = ", ".join("whole" if d is None else f"cut in dim {d}" for d in dims)
-            return f"with operands {places}, the op on slices is exact: its result is {how}"
-    return ""
-
-
-def _sliced(
-    op: Any,
-    sample: Sample,
-    tensors: Sequence[torch.Tensor],
-    dims: Sequence[int | None],
-    bounds: Sequence[tuple[int, int]],
-) -> str:
-    """Which of three ways gives the result from the slices', for three draws of the operands; ``""``: none."""
-    ways: set[str] | None = None
-    for seed in range(3):
-        drawn = [_redrawn(tensor, seed) for tensor in tensors]
-        slices = [[x if d is None else x.narrow(d, a, b - a) for x, d in zip(drawn, dims)] for a, b in bounds]
-        try:
-            whole = _plain(op, sample, *drawn)
-            parts = [_plain(op, sample, *mine) for mine in slices]
-        except (RuntimeError, IndexError, ValueError):
-            return ""
-        if not any((part.nan_to_num() != 0).any() for part in whole if isinstance(part, torch.Tensor)):
-            # Zeros and NaN say nothing.
-            return ""
-        found = set.intersection(*(_ways(w, list(p)) for w, p in zip(whole, zip(*parts))))
-        ways = found if ways is None else ways & found
-    return min(ways, default="") if ways else ""
-
-
-def _redrawn(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """The same kind of values, in another order."""
-    order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(seed))
-    return tensor.reshape(-1)[order].reshape(tensor.shape) if seed else tensor
-
-
-def _ways(whole: Any, parts: list[Any]) -> set[str]:
-    if not isinstance(whole, torch.Tensor):
-        return {"the same on all ranks"} if all(part == whole for part in parts) else set()
-    found = set()
-    if all(part.shape == whole.shape and part.equal(whole) for part in parts):
-        found.add("the same on all ranks")
-    for dim in range(whole.ndim):
-        others = [[s for d, s in enumerate(part.shape) if d != dim] for part in (whole, *parts)]
-        if all(other == others[0] for other in others) and _close(torch.cat(parts, dim), whole):
-            found.add(f"cut in dim {dim}")
-    if whole.dtype != torch.bool and all(part.shape == whole.shape for part in parts) and _close(sum(parts), whole):
-        found.add("a sum over the ranks")
-    return found
-
-
-def _close(a: Any, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)

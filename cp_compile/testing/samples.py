@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cp_compile.testing.hints import HINTS, Sample, ints, reals
+from cp_compile.testing.interpret import called
 
-__all__ = ["NoSamples", "Sample", "samples"]
+__all__ = ["NoSamples", "Sample", "call", "mapped", "samples", "tensors_of"]
 
 # One tensor; several that broadcast. With sizes that are 1, equal, and divided by 2, 3, 4 or none of them.
 _ONE: tuple[tuple[int, ...], ...] = ((2, 5, 4), (5,), (4, 6), (3, 4, 4), (1, 5), (2, 1, 5, 3), (4, 1), (1,), ())
@@ -47,6 +49,31 @@ def samples(op: Any) -> list[Sample]:
     if not found:
         raise NoSamples(f"{op} takes none of the inputs that its schema suggests: pass `samples`, or add a hint")
     return found
+
+
+def tensors_of(sample: Sample) -> list[torch.Tensor]:
+    """The tensors of a call, in order."""
+    return [value for value in tree_leaves((sample.args, sample.kwargs)) if isinstance(value, torch.Tensor)]
+
+
+def call(op: Any, sample: Sample, *tensors: torch.Tensor) -> list[Any]:
+    """The results of a call, with other tensors in the place of the sample's."""
+    rest = iter(tensors)
+    args, kwargs = (
+        mapped(part, lambda value: next(rest) if isinstance(value, torch.Tensor) else value)
+        for part in (sample.args, sample.kwargs)
+    )
+    result = called(op, args, kwargs)
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def mapped(value: Any, change: Any) -> Any:
+    """``change`` on every leaf, in order; tuples stay tuples and lists lists."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {name: mapped(item, change) for name, item in value.items()}
+    return change(value)
 
 
 def _runs(op: Any, sample: Sample) -> bool:
