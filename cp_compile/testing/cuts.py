@@ -17,22 +17,40 @@ Layouts: TypeAlias = "tuple[Layout, ...]"
 
 
 def layouts_of(tensors: Sequence[torch.Tensor], cp_size: int) -> Iterator[Layouts]:
-    """How the operands of a call may be cut: one axis, in one dim of one or more operands."""
+    """How the operands of a call may be cut: one axis in one dim of one or more operands, or two axes in two."""
     if not tensors:
         yield ()
     seen = set()
+    for chosen in (*_of_one_axis(tensors, cp_size), *_of_two_axes(tensors, cp_size)):
+        if chosen not in seen:
+            seen.add(chosen)
+            yield chosen
+
+
+def _of_one_axis(tensors: Sequence[torch.Tensor], cp_size: int) -> Iterator[Layouts]:
     for places in _places(tensors):
         (first, dim), *_ = places
         for cut in _cuts(tensors[first].shape[dim], cp_size):
             layouts: list[Layout] = [WHOLE] * len(tensors)
             for i, d in places:
                 layouts[i] = cut.at(d)
-            for rest in (WHOLE, Partial()):
+            yield tuple(layouts)
+            if cut.pure and len(tensors) > 1:
                 # What is not cut may be a sum that has not been made yet.
-                chosen = tuple(rest if layout == WHOLE and len(tensors) > 1 else layout for layout in layouts)
-                if chosen not in seen and (rest == WHOLE or cut.pure):
-                    seen.add(chosen)
-                    yield chosen
+                yield tuple(Partial() if layout == WHOLE else layout for layout in layouts)
+
+
+def _of_two_axes(tensors: Sequence[torch.Tensor], cp_size: int) -> Iterator[Layouts]:
+    """A slice beside a window that starts elsewhere (a token shift), and dims of different lengths."""
+    dims = [(i, d) for i, tensor in enumerate(tensors) for d in range(tensor.ndim)]
+    for (i, d), (j, e) in itertools.permutations(dims, 2):
+        size, other = tensors[i].shape[d], tensors[j].shape[e]
+        if i == j or size < 2 or other < 2:
+            continue
+        layouts: list[Layout] = [WHOLE] * len(tensors)
+        layouts[i] = Sharded(d, Axis.cut(size, cp_size))
+        layouts[j] = Sharded(e, _window(other, cp_size))
+        yield tuple(layouts)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -53,11 +71,19 @@ def _cuts(size: int, cp_size: int) -> Iterator[Sharded]:
         return
     yield Sharded(0, Axis.cut(size, cp_size))
     if size > 1:
-        yield Sharded(0, Axis(size, -(-(size + 2) // cp_size), 1))
+        yield Sharded(0, _window(size, cp_size))
     if size % 2 == 0:
         axis = Axis.cut(size // 2, cp_size)
         yield Sharded(0, axis, outer=2)
         yield Sharded(0, axis, inner=2)
+        yield Sharded(0, _window(size // 2, cp_size), inner=2)
+    if size % 4 == 0:
+        yield Sharded(0, Axis.cut(size // 4, cp_size), outer=2, inner=2)
+
+
+def _window(size: int, cp_size: int) -> Axis:
+    """Rows of a longer axis: one more stands in front of them, and one behind."""
+    return Axis(size, -(-(size + 2) // cp_size), 1)
 
 
 def described(layout: Layout) -> str:

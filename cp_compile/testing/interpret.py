@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -59,7 +59,8 @@ def deal(value: torch.Tensor, layout: Layout, cp_size: int, rng: random.Random) 
     if isinstance(layout, PerQueryHead):
         return [value.index_select(layout.dim, torch.tensor(_kv_heads(layout, r, cp_size))) for r in range(cp_size)]
     if isinstance(layout, Partial):
-        if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        if value.dtype not in (torch.float64, torch.complex128):
+            # Shares of it would be rounded.
             holder = rng.randrange(cp_size)
             return [value if r == holder else torch.zeros_like(value) for r in range(cp_size)]
         shares = [rng.uniform(0.1, 1) for _ in range(cp_size)]
@@ -94,9 +95,10 @@ def assemble(ranks: Ranks, layout: Layout) -> torch.Tensor:
             torch.testing.assert_close(other.detach(), first.detach(), equal_nan=True, msg=_differs)
     if all(other is first for other in ranks) or not first.dtype.is_floating_point:
         return first
-    # The value of one rank, and the mean of all ranks' gradients.
-    mean = torch.stack(ranks).mean(0)
-    return torch.where(mean.isfinite(), mean + (first - mean).detach().nan_to_num(), first)
+    # The value of one rank, and a share of the gradient for each that is another one on every rank.
+    shares = [(r + 1) / sum(range(1, len(ranks) + 1)) for r in range(len(ranks))]
+    mixed = torch.stack([mine * share for mine, share in zip(ranks, shares)]).sum(0, dtype=first.dtype)
+    return torch.where(mixed.isfinite(), mixed + (first - mixed).detach().nan_to_num(), first)
 
 
 def _differs(message: str) -> str:
@@ -138,10 +140,12 @@ class Interpreter:
         self.seed = seed
         self.env: dict[Node, Ranks] = {}
         self._symbols = symbols or {}
+        writes = module.graph.find_nodes(op="call_function", target=aten.copy_.default)
+        self._written: list[Node] = list(dict.fromkeys(node.args[0] for node in writes))
         self._rng = random.Random(seed)
 
     def run(self, *inputs: Any) -> list[Any]:
-        """The graph's outputs, whole; differentiable in the inputs.
+        """The graph's outputs, whole, and behind them the inputs that it writes to; differentiable in the inputs.
 
         Args:
             inputs: whole; those of the rank and the seed are left out.
@@ -149,12 +153,17 @@ class Interpreter:
         Raises:
             AssertionError: what should be the same on every rank is not.
         """
-        values = iter(inputs)
         enabled = torch.is_grad_enabled()
+        try:
+            return self._run(iter(inputs))
+        finally:
+            torch._C._set_grad_enabled(enabled)
+
+    def _run(self, values: Iterator[Any]) -> list[Any]:
         for node in self.module.graph.nodes:
             if node.op == "output":
-                torch._C._set_grad_enabled(enabled)
-                return [self._output(i, value) for i, value in enumerate(node.args[0])]
+                outputs = [self._output(i, value) for i, value in enumerate(node.args[0])]
+                return [*outputs, *(assemble(self.env[written], WHOLE) for written in self._written)]
             self.env[node] = self._input(node, values) if node.op == "placeholder" else self._node(node)
         raise AssertionError("the graph has no output")
 
@@ -165,7 +174,7 @@ class Interpreter:
             return assemble(self.env[value], WHOLE)
         return self._whole(value)
 
-    def _input(self, node: Node, values: Any) -> Ranks:
+    def _input(self, node: Node, values: Iterator[Any]) -> Ranks:
         if node.meta.get("cp_rank"):
             return [torch.tensor(r) for r in range(self.cp_size)]
         if node.meta.get("cp_seed"):
@@ -173,12 +182,19 @@ class Interpreter:
         value = next(values)
         if not isinstance(value, torch.Tensor):
             return [value] * self.cp_size
+        if node in self._written:
+            return [value.detach().clone() for _ in range(self.cp_size)]
         return deal(value, self._layout(node), self.cp_size, self._rng)
 
     def _node(self, node: Node) -> Ranks:
         if node.op == "get_attr":
             return [operator.attrgetter(str(node.target))(self.module)] * self.cp_size
         target: Any = node.target
+        if target is aten.copy_.default:
+            written: Any = node.args[0]
+            source: Any = node.args[1]
+            value = self.env[source] if self.is_local(node) else self._same(self._whole(source))
+            return [mine.copy_(new) for mine, new in zip(self.env[written], value)]
         if target in _COLLECTIVES:
             return _COLLECTIVES[target](self.env[node.args[0]], *node.args[1:])  # type: ignore[index]
         if self.is_local(node) or target is operator.getitem or "val" not in node.meta:

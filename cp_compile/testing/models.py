@@ -130,9 +130,14 @@ def capture_model(
         found.append(Captured.of(capture(graph_module, inputs), inputs))
         return graph_module
 
+    state = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
+    before = {name: buffer.clone() for name, buffer in state.items()}
     torch._dynamo.reset()
     with torch.enable_grad(), own_errors():
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **(kwargs or {}))
+    with torch.no_grad():
+        for name, buffer in state.items():
+            buffer.copy_(before[name])
     if len(found) != 1:
         raise RefusedError("the model has no tensor op to rewrite", "check a function that calls the model")
     return found[0]
@@ -148,7 +153,12 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
     context = Context(cp_size, "0", options)
     finished: set[str] = set()
     for step in steps:
-        module = step.run(module, context)
+        try:
+            module = step.run(module, context)
+        except RefusedError:
+            raise
+        except Exception as error:
+            return [f"pass {step.name!r} raises {type(error).__name__}: {error}"]
         if any("cp_draw" in node.meta for node in module.graph.nodes):
             raise RefusedError(*DRAWS)
         finished.update(step.provides)
@@ -194,9 +204,13 @@ def meaning(
     is_local: Callable[[Node], bool] | None = (lambda node: True) if "local" in finished else None
     outputs = len(captured.module.graph.output_node().args[0])  # type: ignore[arg-type]
     symbols = captured.symbols
-    got = lambda *inputs: Interpreter(module, cp_size, is_local, symbols, whole).run(*inputs)[:outputs]
+    fixed = [i for i, x in enumerate(captured.inputs) if isinstance(x, torch.Tensor) and not x.requires_grad]
+    run = lambda *inputs: Interpreter(module, cp_size, is_local, symbols, whole).run(*inputs)
+    # Between them stand the run-time sizes that a pass has added.
+    extra = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    got = lambda *inputs: [value for i, value in enumerate(run(*inputs)) if not outputs <= i < extra]
     right = lambda *inputs: Interpreter(captured.module, 1, lambda node: True, symbols).run(*inputs)
     try:
-        return differences(got, right, captured.inputs, names=captured.names)
+        return differences(got, right, captured.inputs, names=captured.names, fixed=fixed)
     except (AssertionError, RuntimeError, IndexError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {str(error).strip()}"

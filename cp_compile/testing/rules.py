@@ -20,7 +20,7 @@ from cp_compile.passes.bind_rank import bind_rank
 from cp_compile.passes.bind_seed import bind_seed
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import schema_arguments
-from cp_compile.passes.layouts import WHOLE, Sharded
+from cp_compile.passes.layouts import WHOLE, Sharded, Whole, shape_of
 from cp_compile.passes.localise import localise
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.rules import RULES
@@ -41,8 +41,9 @@ class Finding:
     """A case in which a rule is not what it should be.
 
     Attributes:
-        kind: ``"wrong"``: what the ranks compute is not what the op computes; ``"missed"``: refused, although the op
-            itself, run on slices, is exact; ``"no samples"``: no inputs are known that the op takes.
+        kind: ``"wrong"``: what the ranks compute is not what the op computes; ``"missed"``: refused or gathered,
+            although the op itself, run on the same slices, is exact; ``"no samples"``: no inputs are known that it
+            takes.
         case: the call, and how its operands are cut.
         detail: what differs, or which run is exact.
     """
@@ -100,7 +101,8 @@ def check_rule(
     Each operand is cut in each of its dims, alone and together with the dims of other operands that are as long; as
     the whole dim, as a window of a longer axis, and as an axis in front of or behind another one in the same dim. Pads
     are copies of real rows that are chosen at random. Values and the gradients of all floating-point operands are
-    compared with those of the op on whole tensors.
+    compared with those of the op on whole tensors; those of a random draw with what the same rule draws on one rank, so
+    its distribution takes a test of its own. Sizes are numbers: rules for symbolic ones are tried by ``programs()``.
 
     Args:
         op: an ATen overload, such as ``torch.ops.aten.cumsum.default``.
@@ -112,6 +114,8 @@ def check_rule(
     Returns:
         The report; ``assert report.ok, str(report)``.
     """
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
+        raise TypeError(f"{op} is no functional ATen overload, such as torch.ops.aten.cumsum.default")
     rule = rule or RULES.get(op)
     if rule is None:
         raise LookupError(f"{op} has no rule: pass one, or add a row to the rule table (CONTRIBUTING.md)")
@@ -120,13 +124,16 @@ def check_rule(
     except NoSamples as none:
         return RuleReport(op, 0, 0, (Finding("no samples", str(op), str(none)),))
     cases = [
-        (sample, layouts, cp) for sample in calls for cp in cp_sizes for layouts in layouts_of(tensors_of(sample), cp)
+        (number, layouts, cp)
+        for number, sample in enumerate(calls)
+        for cp in cp_sizes
+        for layouts in layouts_of(tensors_of(sample), cp)
     ]
     judged = _spread(cases, limit)
     exact = refused = 0
     findings = []
-    for sample, layouts, cp_size in judged:
-        found = _judge(op, rule, sample, layouts, cp_size)
+    for number, layouts, cp_size in judged:
+        found = _judge(op, rule, calls[number], layouts, cp_size)
         exact += found == "exact"
         refused += found == "refused"
         if isinstance(found, Finding):
@@ -135,10 +142,12 @@ def check_rule(
 
 
 def _spread(cases: list[Any], limit: int | None) -> list[Any]:
-    """Some of the cases, chosen evenly over a fixed shuffle."""
+    """As many of each sample's cases as of another's, by a fixed shuffle."""
     if limit is None or len(cases) <= limit:
         return cases
-    return random.Random(len(cases)).sample(cases, limit)
+    rng = random.Random(len(cases))
+    shuffled = sorted(cases, key=lambda case: (case[0], rng.random()))
+    return [shuffled[i * len(cases) // limit] for i in range(limit)]
 
 
 # -- one case -------------------------------------------------------------------------------------------------------
@@ -146,7 +155,10 @@ def _spread(cases: list[Any], limit: int | None) -> list[Any]:
 
 def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) -> str | Finding:
     case = f"{_text(op, sample)} with {', '.join(map(str, map(described, layouts)))}; cp = {cp_size}"
-    module = _graph(op, sample, layouts)
+    try:
+        module = _graph(op, sample, layouts)
+    except Exception as error:
+        return Finding("no samples", case, f"torch does not know what comes out: {type(error).__name__}: {error}")
     node = module.graph.find_nodes(op="call_function", target=op)[0]
     try:
         placement = _placed(node, rule, layouts, cp_size)
@@ -155,8 +167,11 @@ def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) 
         return Finding("missed", case, f"{missed}; refused: {no_rule.reason}") if missed else "refused"
     except Exception as error:
         return Finding("wrong", case, f"the rule raises {type(error).__name__}: {error}")
+    gathered = [i for i in placement.gathers if isinstance(layouts[i], Sharded) and placement.wants.get(i) == WHOLE]
+    if gathered and (missed := exact_run(op, sample, layouts, cp_size)):
+        return Finding("missed", case, f"{missed}; gathered: operand {', '.join(map(str, gathered))}")
     try:
-        _check_shown(node, placement)
+        _check_placement(node, placement, cp_size)
         _finish(module, node, placement, cp_size)
         detail = _compare(op, sample, module, cp_size, rule)
     except (CPError, RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
@@ -211,13 +226,21 @@ def _placed(node: Node, rule: Rule, layouts: Layouts, cp_size: int) -> Placement
     return placement
 
 
-def _check_shown(node: Node, placement: Placement) -> None:
-    """What consumers are shown must be a layout of what comes out."""
+def _check_placement(node: Node, placement: Placement, cp_size: int) -> None:
+    """As many layouts as results; and what consumers are shown is a layout of what comes out, and can be had of it."""
     val = node.meta["val"]
     results = [x for x in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(x, torch.Tensor)]
-    for layout, result in zip(placement.deliver, results):
-        if isinstance(layout, Sharded) and layout.size != result.shape[layout.dim]:
-            raise AssertionError(f"a result of shape {list(result.shape)} is shown as {described(layout)}")
+    if len(placement.out) != len(results) or len(placement.deliver) not in (0, len(results)):
+        raise AssertionError(
+            f"{len(placement.out)} layouts, {len(placement.deliver)} of them shown, of {len(results)} results"
+        )
+    for out, shown, result in zip(placement.out, placement.deliver, results):
+        if isinstance(shown, Sharded):
+            axis = shown.axis
+            if shown.size != result.shape[shown.dim] or axis.start + axis.size > cp_size * axis.chunk:
+                raise AssertionError(f"a result of shape {list(result.shape)} is shown as {described(shown)}")
+        if not isinstance(shown, (Sharded, Whole)) or not can_move(out, shown, shape_of(result), cp_size, gather=True):
+            raise AssertionError(f"a result that is {out} is shown as {shown}, to which no move leads")
 
 
 def _finish(module: GraphModule, node: Node, placement: Placement, cp_size: int) -> None:

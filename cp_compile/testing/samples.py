@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from cp_compile._compat import FakeTensorMode
 from cp_compile.testing.hints import HINTS, Sample, ints, reals
 from cp_compile.testing.interpret import called
 
@@ -27,7 +28,7 @@ _SEVERAL: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((), (4, 6)),
     ((1, 5), (1, 5)),
 )
-_SYMBOL_DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
+_DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
 
 
 class NoSamples(LookupError):  # noqa: N818 - a finding, turned into a line of the report
@@ -77,23 +78,29 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def _runs(op: Any, sample: Sample) -> bool:
+    """Whether the op takes a call, and torch knows what shape comes out without looking at the data."""
     try:
         op(*sample.args, **sample.kwargs)
+        mode = FakeTensorMode()
+        fake = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        with mode:
+            op(*mapped(sample.args, fake), **mapped(sample.kwargs, fake))
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return False
     return True
 
 
 def _from_schema(op: Any) -> Iterator[Sample]:
-    """All shapes with the first dtype, and the first range of values, that the op takes and that shows something."""
-    for dtype in _SYMBOL_DTYPES:
-        some = False
-        for shapes in _shapes(op):
-            for sample in _first_range(op, shapes, dtype):
-                some = True
-                yield sample
-        if some:
+    """All shapes with the first dtype that the op takes, one shape with the others; values that show something."""
+    first = True
+    for dtype in _DTYPES:
+        shapes = list(_shapes(op))
+        if not first and dtype.is_complex:
             return
+        for several in shapes if first else shapes[:1]:
+            for sample in _first_range(op, several, dtype):
+                first = False
+                yield sample
 
 
 def _first_range(op: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Sample]:
@@ -131,7 +138,7 @@ def _shapes(op: Any) -> Iterable[tuple[tuple[int, ...], ...]]:
 
 
 def _calls(op: Any, tensors: Sequence[torch.Tensor]) -> Iterator[Sample]:
-    """Every combination of what the other arguments may be."""
+    """Every combination of what the other arguments may be; those that have a default, at another value one by one."""
     ndim = max((tensor.ndim for tensor in tensors), default=0)
     rest = iter(tensors)
     choices: list[list[Any]] = []
@@ -143,13 +150,21 @@ def _calls(op: Any, tensors: Sequence[torch.Tensor]) -> Iterator[Sample]:
             choices.append([[next(rest), next(rest)]])
         else:
             choices.append(list(_values(argument, kind, ndim)))
-    names = [argument.name for argument in op._schema.arguments]
-    keyword = [argument.kwarg_only for argument in op._schema.arguments]
     for values in itertools.product(*choices):
-        yield Sample(
-            tuple(value for value, by_name in zip(values, keyword) if not by_name),
-            {name: value for name, value, by_name in zip(names, values, keyword) if by_name},
-        )
+        yield _sample(op, values)
+    if not all(choices):
+        return
+    for place, argument in enumerate(op._schema.arguments):
+        for other in _others(argument, str(argument.type)):
+            yield _sample(op, [other if i == place else options[0] for i, options in enumerate(choices)])
+
+
+def _sample(op: Any, values: Sequence[Any]) -> Sample:
+    pairs = list(zip(op._schema.arguments, values))
+    return Sample(
+        tuple(value for argument, value in pairs if not argument.kwarg_only),
+        {argument.name: value for argument, value in pairs if argument.kwarg_only},
+    )
 
 
 def _values(argument: Any, kind: str, ndim: int) -> Iterable[Any]:
@@ -157,10 +172,10 @@ def _values(argument: Any, kind: str, ndim: int) -> Iterable[Any]:
     dims = list(range(ndim)) or [0]
     known: dict[tuple[str, str], list[Any]] = {
         ("dim", "int"): [*dims, -1],
-        ("dim", "Optional[int]"): [None, *dims],
-        ("dim", "List[int]"): [*([dim] for dim in dims), dims[-2:], dims],
-        ("dim", "Optional[List[int]]"): [None, *([dim] for dim in dims), dims[-2:]],
-        ("dims", "List[int]"): [*([dim] for dim in dims), dims[-2:]],
+        ("dim", "Optional[int]"): [None, *dims, -1],
+        ("dim", "List[int]"): [*([dim] for dim in dims), dims[-2:], dims, [-1]],
+        ("dim", "Optional[List[int]]"): [None, *([dim] for dim in dims), dims[-2:], [-1]],
+        ("dims", "List[int]"): [*([dim] for dim in dims), dims[-2:], [-1]],
         ("keepdim", "bool"): [False, True],
     }
     if (argument.name, kind) in known:
@@ -177,3 +192,18 @@ def _values(argument: Any, kind: str, ndim: int) -> Iterable[Any]:
         "List[int]": [[1]],
     }
     return others.get(kind, [])
+
+
+def _others(argument: Any, kind: str) -> Iterable[Any]:
+    """Values other than the default."""
+    known: dict[str, list[Any]] = {
+        "dtype": [torch.float32],
+        "rounding_mode": ["trunc", "floor"],
+        "approximate": ["tanh"],
+        "alpha": [2],
+    }
+    if argument.name in known:
+        return known[argument.name]
+    if argument.has_default_value() and kind == "bool" and argument.name not in ("keepdim", "training", "train"):
+        return [not argument.default_value]
+    return []

@@ -48,7 +48,8 @@ def programs(
         steps: which steps, by their names in ``STEPS``; ``None``: all.
 
     Returns:
-        ``Program``: print it, or build it and call ``cp_compile.verify(*program.build(), **program.options)``.
+        ``Program``: print it, or build it and call ``verify(*program.build(), dynamic=program.dynamic,
+        **program.options)``.
     """
     writer = Writer(draw)
     chosen = [STEPS[name] for name in steps or STEPS for _ in range(_WEIGHTS.get(name, 1))]

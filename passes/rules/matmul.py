@@ -31,7 +31,7 @@ def contract(op: Op, labels: Mapping[int, Labels], out: Labels, added: Operand |
     """
     cuts = {labels[o.index][o.layout.dim] for o in op.operands if isinstance(o.layout, Sharded)}
     sums = {label for dims in labels.values() for label in dims} - set(out)
-    if len(cuts) > 1:
+    if len(cuts) > 1 and None not in cuts:
         return _by_heads(op, labels, out, sums)
     if cuts & sums and added is not None:
         raise NoRule(f"{op.name} sums over the cut axis and adds to the sum", "write it as a product and an addition")

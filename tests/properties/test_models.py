@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from cp_compile.passes import reduction
+from cp_compile.passes.layouts import WHOLE
+from cp_compile.passes.rules import RULES
+from cp_compile.passes.rules.op import Placement
 from cp_compile.testing import check_model
 from tests.models import batch, model
 
@@ -43,6 +47,49 @@ def test_the_pass_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def edit_copy(value: Any) -> Any:
     return value.clone()
+
+
+class Counting(torch.nn.Module):
+    """Writes to a mean and to a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = model(layers=1)
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.lm.logits(ids)
+        self.mean.mul_(0.9).add_(logits.detach().mean() * 0.1)
+        self.count.copy_((logits > 0).sum())
+        return logits
+
+
+def test_buffers_that_are_written_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting()
+    report = check_model(counting, [batch(13)[0]], cp_sizes=(2,))
+    assert report.ok, str(report)
+    assert not counting.count
+    monkeypatch.setitem(RULES, torch.ops.aten.sum.default, lambda op: Placement((WHOLE,)))
+    report = check_model(counting, [batch(13)[0]], cp_sizes=(2,))
+    assert "behind pass" in str(report)
+
+
+def test_half_precision_is_measured_as_verify_does() -> None:
+    lm = model(layers=1, dtype=torch.bfloat16, loss="pad")
+    report = check_model(lm, batch(13), cp_sizes=(2,))
+    assert report.ok, str(report)
+
+
+def test_a_pass_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(edit: Any, node: Any, args: Any) -> Any:
+        raise IndexError("no such place")
+
+    rule = lambda op: Placement((op.operands[0].layout,), local=broken)
+    monkeypatch.setitem(RULES, torch.ops.aten.silu.default, rule)
+    report = check_model(model(layers=1), batch(13), cp_sizes=(2,))
+    assert report.findings == ("cp = 2, pass 'localise' raises IndexError: no such place",)
+    assert torch.is_grad_enabled()
 
 
 def test_a_refusal_is_no_finding() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cp_compile.passes.layouts import WHOLE
+from cp_compile.passes.layouts import WHOLE, Partial, Sharded
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.op import NoRule, Op, Placement, by_labels, dims_as_labels, wrap
 from cp_compile.passes.rules.pointwise import pointwise
@@ -37,7 +38,7 @@ def test_rule(op: Any) -> None:
 
 def test_a_new_row_needs_no_test() -> None:
     """Inputs come from the schema alone."""
-    report = check_rule(aten.heaviside.default, pointwise)
+    report = check_rule(aten.gcd.default, pointwise)
     assert report.ok, str(report)
     assert report.exact > 100
 
@@ -50,6 +51,76 @@ def test_a_wrong_rule_is_found() -> None:
     assert not report.ok
     with pytest.raises(AssertionError, match=r"aten\.sum\.dim_IntList\(float64\[.*cp = [234]"):
         assert report.ok, str(report)
+
+
+def keeps_its_own_rows(op: Op) -> Placement:
+    """Two operands that are cut in one dim are taken to have the same rows."""
+    placement = pointwise(op)
+    wants = dict(placement.wants)
+    for operand in op.operands:
+        want = wants[operand.index]
+        if isinstance(operand.layout, Sharded) and isinstance(want, Sharded) and operand.layout.dim == want.dim:
+            wants[operand.index] = operand.layout
+    return replace(placement, wants=wants)
+
+
+def without_alpha(op: Op) -> Placement:
+    local = lambda edit, node, args: edit.call(aten.add.Tensor, args["self"], args["other"])
+    return replace(pointwise(op), local=local)
+
+
+def scaled_shares(op: Op) -> Placement:
+    """A sum whose gradient is cp times that of a rank's own share, and no other."""
+    placement = RULES[op.target](op)
+    if placement.out != (Partial(),):
+        return placement
+
+    def local(edit: Any, node: Any, args: Any) -> Any:
+        own = placement.local(edit, node, args)
+        known = edit.call(aten.detach.default, own)
+        mine = edit.call(aten.mul.Scalar, edit.call(aten.sub.Tensor, own, known), float(op.cp_size))
+        return edit.call(aten.add.Tensor, mine, edit.all_reduce(known))
+
+    return replace(placement, out=(WHOLE,), local=local)
+
+
+def shown_as_other_rows(op: Op) -> Placement:
+    placement = RULES[op.target](op)
+    shown = [replace(x, axis=replace(x.axis, start=x.axis.start + 99)) for x in placement.deliver]
+    return replace(placement, deliver=tuple(shown))
+
+
+def everything_gathered(op: Op) -> Placement:
+    wants = {operand.index: WHOLE for operand in op.operands}
+    return Placement((WHOLE,), wants, gathers=frozenset(wants))
+
+
+def wide_alone(op: Op) -> Placement:
+    """A sum that forgets its pads in any dtype but float64."""
+    placement = RULES[op.target](op)
+    return placement if op.operands[0].dtype == torch.float64 else replace(placement, local=None)
+
+
+@pytest.mark.parametrize(
+    ("op", "rule", "kind"),
+    [
+        (aten.mul.Tensor, keeps_its_own_rows, "wrong"),
+        (aten.add.Tensor, without_alpha, "wrong"),
+        (aten.sum.dim_IntList, scaled_shares, "wrong"),
+        (aten.cumsum.default, shown_as_other_rows, "wrong"),
+        (aten.sum.dim_IntList, wide_alone, "wrong"),
+        (aten.exp.default, everything_gathered, "missed"),
+    ],
+)
+def test_what_a_reader_planted_is_found(op: Any, rule: Any, kind: str) -> None:
+    report = check_rule(op, rule, limit=600)
+    assert {finding.kind for finding in report.findings} == {kind}, str(report)
+
+
+def test_what_is_no_functional_overload() -> None:
+    for op in (aten.exp, aten.add_.Tensor):
+        with pytest.raises(TypeError, match="is no functional ATen overload"):
+            check_rule(op, pointwise)
 
 
 def test_a_refusal_without_need_is_found() -> None:
