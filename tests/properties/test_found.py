@@ -107,6 +107,15 @@ def test_values_put_at_several_dims() -> None:
     check(put, [x(), x(2, S, seed=1)], {0: 1, 1: 1})
 
 
+def test_values_of_fewer_dims_are_put() -> None:
+    def put(a: T, v: T) -> T:
+        a = a * 1
+        a[:, :, torch.tensor([1, 3])] = v * 2
+        return a
+
+    check(put, [x(), x(S, 2, seed=1)], {0: 1, 1: 0})
+
+
 def test_a_table_whose_features_are_cut() -> None:
     check(lambda i, w: F.embedding(i, w * 2), [ids(), x(D, S)], {1: 1})
 
