@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 # "ci" tries the same examples in every run; `--hypothesis-profile=thorough` tries others each time, for an hour.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **_COMMON)
-settings.register_profile("thorough", max_examples=2400, print_blob=True, **_COMMON)
+settings.register_profile("thorough", max_examples=1500, print_blob=True, **_COMMON)
 settings.load_profile("ci")
 
 
