@@ -151,6 +151,7 @@ MIXES: dict[str, Any] = {
     "split": lambda: Of(lambda x: torch.cat(x.split([2, DIM - 2], -1)[::-1], -1)),
     "chunk": lambda: Of(lambda x: torch.cat((x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1)),
     "group norm of rows": lambda: Of(lambda x: F.group_norm(x.reshape(-1, DIM), 4).view_as(x)),
+    "windows": lambda: Of(lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1)),
     "unfolded heads": lambda: Of(lambda x: x.view(*x.shape[:2], 4, 8).softmax(2).flatten(2)),
 }
 
@@ -195,7 +196,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "median of all": (lambda: Of(lambda x: x.median()), "aten.median.default"),
     "kthvalue": (lambda: Of(lambda x: x.kthvalue(2, 1, True).values), "aten.kthvalue.default"),
     "pool": (lambda: Of(lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT), "aten.avg_pool2d.default"),
-    "unfold": (lambda: Of(lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1)), "aten.unfold.default"),
 }  # fmt: skip
 
 
