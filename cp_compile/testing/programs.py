@@ -16,7 +16,6 @@ __all__ = ["Dim", "Line", "Program", "Value", "needed"]
 
 _NUMBER = itertools.count()
 _FLOATS = "torch.randn({shape}, generator=generator, dtype=torch.float64)"
-_INTS = "torch.randint({high}, {shape}, generator=generator)"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Program:
         returns: the names of what it returns.
         parameters: name and shape.
         arguments: tensors of the batch: name, and an expression that makes it.
-        sizes: the batch and the length, which may vary where ``dynamic`` says so.
         dynamic: as for ``torch.compile``.
         options: of ``cp_compile.verify``.
     """

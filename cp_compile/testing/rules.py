@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -172,8 +172,9 @@ def _judge(op: Any, rule: Rule, sample: Sample, layouts: Layouts, cp_size: int) 
         return Finding("missed", case, f"{missed}; gathered: operand {', '.join(map(str, gathered))}")
     try:
         _check_placement(node, placement, cp_size)
+        plain = partial(_drawn, op, sample, rule) if _draws(node) else partial(call, op, sample)
         _finish(module, node, placement, cp_size)
-        detail = _compare(op, sample, module, cp_size, rule)
+        detail = _compare(module, plain, sample, cp_size)
     except (CPError, RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
         detail = f"{type(error).__name__}: {str(error).strip()}"
     return Finding("wrong", case, detail) if detail else "exact"
@@ -256,10 +257,9 @@ def _finish(module: GraphModule, node: Node, placement: Placement, cp_size: int)
         moved[source].meta.update(val=source.meta["val"], cp_layout=(layout,), cp_shown=(layout,))
     for source, other in moved.items():
         node.replace_input_with(source, other)
-    number = 1 if draws(read_op(node, lambda _: WHOLE, cp_size)) else 0
-    node.meta.update(cp_layout=placement.out, cp_shown=placement.out, cp_local=placement.local, cp_draw=number)
-    if not number:
-        del node.meta["cp_draw"]
+    node.meta.update(cp_layout=placement.out, cp_shown=placement.out, cp_local=placement.local)
+    if _draws(node):
+        node.meta["cp_draw"] = 1
     val = node.meta["val"]
     results: list[Node] = [node]
     if isinstance(val, (tuple, list)):
@@ -278,19 +278,15 @@ def _moved(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _compare(op: Any, sample: Sample, module: GraphModule, cp_size: int, rule: Rule) -> str:
+def _draws(node: Node) -> bool:
+    return draws(read_op(node, lambda _: WHOLE, 1))
+
+
+def _compare(module: GraphModule, plain: Callable[..., list[Any]], sample: Sample, cp_size: int) -> str:
     """What differs from the op on whole tensors; ``""``: nothing."""
     local = Interpreter(module, cp_size, lambda node: node.target is not _moved)
-    plain = partial(call, op, sample) if not _draws(op, sample) else partial(_drawn, op, sample, rule)
-    tensors = tensors_of(sample)
     device = torch.zeros(())
-    got = lambda *inputs: local.run(*inputs, device)
-    return differences(got, plain, tensors, fixed=sample.fixed)
-
-
-def _draws(op: Any, sample: Sample) -> bool:
-    node = _graph(op, sample, (WHOLE,) * len(tensors_of(sample))).graph.find_nodes(op="call_function", target=op)[0]
-    return draws(read_op(node, lambda _: WHOLE, 1))
+    return differences(lambda *inputs: local.run(*inputs, device), plain, tensors_of(sample), fixed=sample.fixed)
 
 
 def _drawn(op: Any, sample: Sample, rule: Rule, *tensors: torch.Tensor) -> list[Any]:
