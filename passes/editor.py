@@ -21,7 +21,6 @@ __all__ = ["COLLECTIVES", "Editor", "is_tensor", "rewire", "schema_arguments", "
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
-_COPIED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 _NOT_SENT = (torch.int16,)
 _NOT_ADDED = (torch.bool, torch.int8, torch.uint8, torch.int16)
 COLLECTIVES = (_c10d.all_to_all_single.default, _c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
@@ -29,6 +28,8 @@ COLLECTIVES = (_c10d.all_to_all_single.default, _c10d.all_reduce.default, _c10d.
 
 class Editor:
     """Inserts nodes into a graph on behalf of one pass."""
+
+    COPIED = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
 
     def __init__(self, module: GraphModule, context: Context, pass_name: str) -> None:
         self.graph = module.graph
@@ -60,7 +61,7 @@ class Editor:
         node = self.graph.call_function(target, args, kwargs)
         like = self._like
         if like is not None:
-            node.meta.update({key: like.meta[key] for key in _COPIED if key in like.meta})
+            node.meta.update({key: like.meta[key] for key in self.COPIED if key in like.meta})
         if "recompute" in node.meta and (target in COLLECTIVES or target is _c10d.wait_tensor.default):
             # Inside a checkpointed region: an exchange is kept, never run again in the backward.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -16,6 +16,7 @@ __all__ = [
     "WHOLE",
     "Axis",
     "Layout",
+    "Local",
     "Partial",
     "PerQueryHead",
     "Sharded",
@@ -219,7 +220,38 @@ class Partial:
         return f"partial {self.op}"
 
 
-Layout: TypeAlias = Union[Whole, Sharded, PerQueryHead, Partial]
+@dataclass(frozen=True)
+class Local:
+    """Meaningful on this rank only: what each rank makes of a sort of its own rows (tokens sorted by expert).
+
+    No move leads from here or to here: such a value ends where its rows are put back in their order.
+
+    Attributes:
+        role: ``"rows"``: rows in the order of the sort; ``"keys"``: the sorted keys; ``"places"``: rows whose numbers
+            say where each came from; ``"inverse"``: cut rows whose numbers say where each went; ``"counts"``: how
+            often each key occurs; ``"ends"``: where the rows of each key end.
+        order: the node that sorts.
+        rows: the cut dim whose rows are sorted, counted as dim 0.
+        dim: the dim of this value that holds the rows (none of ``"counts"`` and ``"ends"``).
+        into: the cut dim that the numbers of ``"places"`` count through, counted as dim 0.
+    """
+
+    role: str
+    order: str
+    rows: Sharded
+    dim: int = 0
+    into: Sharded | None = None
+
+    @property
+    def per_key(self) -> bool:
+        """Whether there is an element for each key, and not for each row."""
+        return self.role in ("counts", "ends")
+
+    def __str__(self) -> str:
+        return f"this rank's own ({self.role} of the sort {self.order})"
+
+
+Layout: TypeAlias = Union[Whole, Sharded, PerQueryHead, Partial, Local]
 WHOLE = Whole()
 
 
@@ -230,4 +262,6 @@ def local_shape(shape: Sequence[Size], layout: Layout) -> tuple[Size, ...]:
         local[layout.dim] = layout.local_size
     elif isinstance(layout, PerQueryHead):
         local[layout.dim] = layout.count
+    elif isinstance(layout, Local) and not layout.per_key:
+        local[layout.dim] = layout.rows.local_size
     return tuple(local)

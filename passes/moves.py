@@ -13,6 +13,7 @@ from cp_compile.passes.editor import Editor, rewire, tensor_inputs
 from cp_compile.passes.layouts import (
     WHOLE,
     Layout,
+    Local,
     Partial,
     PerQueryHead,
     Sharded,
@@ -73,7 +74,7 @@ def next_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int) -
 
 def can_move(have: Layout, want: Layout, shape: Sequence[Size], cp_size: int, *, gather: bool) -> bool:
     """Whether a value can be given another layout; making a cut value whole takes ``gather``."""
-    if isinstance(have, PerQueryHead) and have != want:
+    if have != want and (isinstance(have, (PerQueryHead, Local)) or isinstance(want, Local)):
         return False
     while (step := next_move(have, want, shape, cp_size)) is not None:
         if step[0] == "gather" and not gather:

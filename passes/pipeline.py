@@ -15,10 +15,13 @@ from cp_compile.passes.check import check, check_edges
 from cp_compile.passes.context import Context
 from cp_compile.passes.exchange import exchange
 from cp_compile.passes.gather import gather
+from cp_compile.passes.hoist import hoist
 from cp_compile.passes.localise import localise
+from cp_compile.passes.masks import masks
 from cp_compile.passes.overlap import overlap
 from cp_compile.passes.place import place
 from cp_compile.passes.reduction import reduce_partial
+from cp_compile.passes.repeats import repeats
 from cp_compile.passes.return_sizes import return_sizes
 from cp_compile.passes.slicing import slice_whole
 
@@ -43,7 +46,10 @@ class PassStep:
 
 
 PIPELINE: tuple[PassStep, ...] = (
+    PassStep(masks, requires=("global",)),
+    PassStep(repeats, requires=("global",)),
     PassStep(place, requires=("global",), provides=("layouts",)),
+    PassStep(hoist, requires=("layouts",)),
     PassStep(bind_rank, requires=("global",), provides=("rank",)),
     PassStep(bind_seed, requires=("layouts", "rank"), provides=("seed",)),
     PassStep(reduce_partial, requires=("layouts",), provides=("reduce",), kind="reduce"),

@@ -23,10 +23,11 @@ from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context, Output
 from cp_compile.passes.custom_function import CUSTOM_FUNCTION, keeps_sums, place_function
 from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, Partial, PerQueryHead, Sharded, Whole, shape_of
+from cp_compile.passes.layouts import WHOLE, Axis, Layout, Local, Partial, PerQueryHead, Sharded, Whole, shape_of
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.attention import is_attention
+from cp_compile.passes.rules.experts import follows_order
 from cp_compile.passes.rules.op import NoRule, Op, Placement, read_op
 from cp_compile.passes.rules.random import draws, no_draw
 from cp_compile.passes.sequence import Reached, find_sequence
@@ -68,7 +69,8 @@ def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> R
     """What the graph's attentions would see if it were cut at ``seeds``."""
     placed = [(node, placement) for node, (placement, _) in _propagate(module, seeds, context, refuse=False)]
     lengths = {node: placement.attends for node, placement in placed if placement.attends is not None}
-    return Reached(lengths, any(placement.in_batch for _, placement in placed))
+    placements = [placement for _, placement in placed]
+    return Reached(lengths, any(p.in_batch for p in placements), any(p.mixes for p in placements))
 
 
 def _propagate(
@@ -131,6 +133,8 @@ def _place_node(
             "write it with view, unfold or narrow",
             placement=False,
         )
+    if any(isinstance(operand.layout, Local) for operand in op.operands):
+        return follows_order(op)
     if context.inputs is not None and keeps_sums(op):
         return Placement((Partial(),), {0: Partial()})
     if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
@@ -218,6 +222,12 @@ def _place_outputs(module: GraphModule, context: Context) -> None:
             context.outputs.append(Output())
             continue
         layout = value.meta["cp_shown"][0]
+        if isinstance(layout, Local):
+            raise RefusedError.at(
+                value,
+                "an output of rows that each rank has sorted on its own",
+                "return them in the order of the sequence",
+            )
         if not isinstance(layout, Sharded) or context.options.outputs == "gathered":
             wants.append(WHOLE)
             context.outputs.append(Output())

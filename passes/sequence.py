@@ -31,10 +31,12 @@ class Reached:
     Attributes:
         lengths: where the positions of the cut dim look at each other, and how many there are.
         in_batch: whether the cut arrives as a batch dim of an attention.
+        mixes: whether some op (a convolution, a scan) mixes the positions of the cut dim.
     """
 
     lengths: Mapping[Node, Size]
     in_batch: bool
+    mixes: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class _Candidate:
     from_ids: bool
     lengths: Mapping[Node, Size] = field(default_factory=dict)
     in_batch: bool = False
+    mixes: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +80,9 @@ def find_sequence(
     candidates = []
     for candidate in _candidates(module, context):
         found = reached({candidate.start: candidate.layout})
-        candidates.append(replace(candidate, lengths=found.lengths, in_batch=found.in_batch))
+        candidates.append(
+            replace(candidate, lengths=found.lengths, in_batch=found.in_batch, mixes=found.mixes)
+        )
     candidates = _wanted(candidates, context)
     if not candidates:
         raise _nothing(module)
@@ -145,7 +150,8 @@ def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
     """Those that the option names, else those that reach an attention.
 
     Where a layer mixes positions in front of every query (a full convolution, a recurrent layer), none does: then the
-    one dim of the token ids that is no batch dim of an attention is it.
+    one dim of the token ids that is no batch dim of an attention is it. A model without attention has the one dim of
+    the token ids whose positions a convolution or a scan mixes.
     """
     option = context.options.sequence
     reaching = [candidate for candidate in candidates if candidate.lengths]
@@ -153,6 +159,10 @@ def _wanted(candidates: list[_Candidate], context: Context) -> list[_Candidate]:
         ids = [candidate for candidate in candidates if candidate.from_ids and not candidate.in_batch]
         starts = {candidate.start for candidate in ids}
         alone = len(ids) == len(starts) and any(candidate.in_batch for candidate in candidates)
+        mixed = [candidate for candidate in candidates if candidate.from_ids and candidate.mixes]
+        without_attention = not any(candidate.in_batch for candidate in candidates)
+        if without_attention and len(mixed) == len({candidate.start for candidate in mixed}):
+            ids, alone = mixed, True
         return reaching or (ids if alone else [])
     name, dim = option if isinstance(option, tuple) else (option, None)
     of_the_name = [candidate for candidate in candidates if candidate.name == name]

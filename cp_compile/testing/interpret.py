@@ -65,6 +65,7 @@ def deal(value: torch.Tensor, layout: Layout, cp_size: int, rng: random.Random) 
             return [value if r == holder else torch.zeros_like(value) for r in range(cp_size)]
         shares = [rng.uniform(0.1, 1) for _ in range(cp_size)]
         return [value * (share / sum(shares)) for share in shares]
+    # A value of this rank's own is that of the whole program, up to the pass that gives each rank its own.
     return [value] * cp_size
 
 

@@ -73,8 +73,7 @@ def _triangle(op: Op) -> Placement:
 
 
 _ONE = (
-    "cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default sort.default sort.stable "
-    "argsort.default topk.default glu.default"
+    "cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default topk.default glu.default"
 )
 RULES: dict[object, Rule] = {
     **dict.fromkeys(overloads(_ONE), _along_one),

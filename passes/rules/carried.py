@@ -56,7 +56,7 @@ def by_exchange(
     deliver = tuple(
         WHOLE if dim is None else shown_in(op, cut, dim, shape) for dim, shape in zip(places, op.outputs, strict=True)
     )
-    return Placement(outs, wants, deliver)
+    return Placement(outs, wants, deliver, mixes=True)
 
 
 def shown_in(op: Op, cut: Sharded, dim: int, shape: tuple[Size, ...]) -> Sharded:

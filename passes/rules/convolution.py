@@ -45,7 +45,7 @@ def _conv1d(op: Op) -> Placement:
         return edit.call_like(node, {**args, "groups": edit.size(axis.chunk)})
 
     shown = shown_in(op, layout, layout.dim, op.shape)
-    return Placement((Sharded(channels, axis, inner=of_each),), wants, (shown,), local=local)
+    return Placement((Sharded(channels, axis, inner=of_each),), wants, (shown,), local=local, mixes=True)
 
 
 def _along_channels(op: Op) -> Placement:

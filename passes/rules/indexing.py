@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import WHOLE, Partial, Sharded, Size, product, same
+from cp_compile.passes.layouts import WHOLE, Layout, Partial, Sharded, Size, product, same
 from cp_compile.passes.rules.carried import by_exchange
 from cp_compile.passes.rules.op import Labels, NoRule, Op, Operand, Placement, Rule, by_labels, wrap
 
@@ -229,6 +229,27 @@ def _scatter_value(op: Op) -> Placement:
     return by_exchange(op, labels, [shared])
 
 
+def _scatter_add(op: Op) -> Placement:
+    """``scatter_add`` of cut rows into few places: the ranks' sums are added up, and what was there counts once."""
+    source, index, values = op["self"], op["index"], op["src"]
+    dim = wrap(op["dim"], source.ndim)
+    cut = index.layout if isinstance(index.layout, Sharded) else values.layout
+    fits = isinstance(cut, Sharded) and cut.dim == dim and same(index.shape[dim], values.shape[dim])
+    if not fits or isinstance(source.layout, Sharded):
+        return _scatter_value(op)
+    wants: dict[int, Layout] = {source.index: WHOLE, index.index: cut, values.index: cut}
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        first = edit.call(aten.eq.Scalar, edit.rank, 0)
+        before = edit.keep(first, args["self"], source.dtype)
+        src = args["src"]
+        if cut.axis.has_pads(op.cp_size):
+            src = edit.keep(edit.real(cut, values.ndim), src, values.dtype)
+        return edit.call_like(node, {**args, "self": before, "src": src})
+
+    return Placement((Partial(),), wants, local=local)
+
+
 def _index_add(op: Op) -> Placement:
     """``index_add``, ``index_copy`` and ``index_fill``: rows at positions that every rank knows."""
     source = op["self"]
@@ -252,6 +273,6 @@ RULES: dict[object, Rule] = {
     aten.one_hot.default: _one_hot,
     aten.scatter.value: _scatter_value,
     aten.scatter.src: _scatter_value,
-    aten.scatter_add.default: _scatter_value,
+    aten.scatter_add.default: _scatter_add,
     aten.scatter_reduce.two: _scatter_value,
 }

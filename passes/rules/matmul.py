@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from cp_compile.passes.layouts import Axis, Layout, Sharded, Size
+from cp_compile.passes.rules.carried import by_exchange
 from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels, cut_along
 
 if TYPE_CHECKING:
@@ -161,6 +162,19 @@ def _product(op: Op, left: str, right: str, added: Operand | None = None) -> Pla
     return contract(op, labels, out, added)
 
 
+def _solve(op: Op) -> Placement:
+    """``A [*, n, n], B [*, n, m] -> [*, n, m]``: batches and right-hand sides one by one; positions are exchanged."""
+    matrix, sides = op["self"], op["B"]
+    batches = op.shape[:-2]
+    side: list[Hashable] = [None, "side"] if op["left"] else ["side", None]
+    rows: list[Hashable] = [*range(len(batches)), *side]
+    labels = {
+        matrix.index: [*_broadcast(matrix.shape[:-2], batches), None, None],
+        sides.index: [*_broadcast(sides.shape[:-2], batches), *side],
+    }
+    return by_exchange(op, labels, [rows], [len(rows) - 2 if op["left"] else len(rows) - 1])
+
+
 def _einsum(op: Op) -> Placement:
     """The subscripts are the labels; an ellipsis stands for the batch dims, and the output may be implied."""
     inputs, arrow, result = op["equation"].replace(" ", "").partition("->")
@@ -200,4 +214,5 @@ RULES: dict[object, Rule] = {
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.einsum.default: _einsum,
+    aten.linalg_solve_triangular.default: _solve,
 }

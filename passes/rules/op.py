@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -57,12 +57,16 @@ class NoRule(Exception):  # noqa: N818 - a finding of the analysis, turned into 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor argument: its global shape, dtype and layout."""
+    """A tensor argument: its global shape, dtype and layout.
+
+    ``node`` computes it: for the few rules that must know what a value is, and not only where it lives.
+    """
 
     index: int
     shape: tuple[Size, ...]
     dtype: torch.dtype
     layout: Layout
+    node: Node | None = field(default=None, compare=False, repr=False)
 
     @property
     def ndim(self) -> int:
@@ -80,6 +84,7 @@ class Op:
         outputs: the global shape of each tensor output.
         cp_size: ranks.
         fake_mode: of the graph's values: knows the guards on symbolic sizes.
+        site: the name of the node.
     """
 
     target: Any
@@ -88,6 +93,18 @@ class Op:
     outputs: tuple[tuple[Size, ...], ...]
     cp_size: int
     fake_mode: Any = None
+    site: str = ""
+
+    def with_layouts(self, layouts: Mapping[int, Layout]) -> Op:
+        """The op with other layouts of some operands, by their index."""
+        operands = tuple(replace(o, layout=layouts.get(o.index, o.layout)) for o in self.operands)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, list):
+                return [swap(item) for item in value]
+            return operands[value.index] if isinstance(value, Operand) else value
+
+        return replace(self, operands=operands, arguments={name: swap(x) for name, x in self.arguments.items()})
 
     def is_negative(self, size: Size) -> bool:
         """Whether a number is below zero, in every run of the graph.
@@ -136,6 +153,7 @@ class Placement:
         local: what a rank runs in place of the op; ``None``: the op itself.
         attends: the length of the sequence whose positions look at each other here, if they do.
         in_batch: whether this is an attention whose positions do not look at each other along the cut dim.
+        mixes: whether the op mixes the positions of the cut dim, and another dim carries the cut through it.
     """
 
     out: tuple[Layout, ...]
@@ -145,6 +163,7 @@ class Placement:
     local: LocalForm | None = None
     attends: Size | None = None
     in_batch: bool = False
+    mixes: bool = False
 
 
 Rule: TypeAlias = Callable[[Op], Placement]
@@ -172,7 +191,7 @@ def read_op(node: Node, layout_of: Callable[[Node], Layout], cp_size: int) -> Op
             return value
         val = value.meta.get("val")
         if isinstance(val, torch.Tensor):
-            operands.append(Operand(len(operands), shape_of(val), val.dtype, layout_of(value)))
+            operands.append(Operand(len(operands), shape_of(val), val.dtype, layout_of(value), value))
             return operands[-1]
         return size_of(val) if isinstance(val, torch.SymInt) else val
 
@@ -181,7 +200,7 @@ def read_op(node: Node, layout_of: Callable[[Node], Layout], cp_size: int) -> Op
     vals = val if isinstance(val, (list, tuple)) else [val]
     outputs = tuple(shape_of(v) for v in vals if isinstance(v, torch.Tensor))
     fakes = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), FakeTensor)]
-    return Op(node.target, arguments, tuple(operands), outputs, cp_size, fakes[0].fake_mode if fakes else None)
+    return Op(node.target, arguments, tuple(operands), outputs, cp_size, fakes[0].fake_mode if fakes else None, node.name)
 
 
 def dims_as_labels(operand: Operand, *, blocked: Collection[int] = ()) -> list[Hashable]:

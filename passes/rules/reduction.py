@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch.fx import Node
 
 from cp_compile.passes.layouts import WHOLE, Partial, Sharded, product
 from cp_compile.passes.rules.carried import by_exchange
-from cp_compile.passes.rules.op import Op, Placement, Rule, overloads, wrap
+from cp_compile.passes.rules.op import NoRule, Op, Placement, Rule, overloads, wrap
 
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
@@ -149,6 +150,24 @@ def _count_nonzero(op: Op) -> Placement:
     return Placement((Partial(),), local=local)
 
 
+def _histogram(op: Op) -> Placement:
+    """``histc`` with given bounds: the ranks' counts are added up; a pad is put where no bin counts it."""
+    operand = op.operands[0]
+    layout = operand.layout
+    if op["min"] == op["max"] == 0:
+        raise NoRule(f"{op.name} without bounds takes those of the whole value", "pass min and max")
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        real = edit.real(layout, operand.ndim)  # type: ignore[arg-type]
+        x = edit.call(aten.where.ScalarOther, real, args["self"], math.floor(op["min"]) - 1)
+        return edit.call_like(node, {**args, "self": x})
+
+    if not isinstance(layout, Sharded):
+        raise NoRule(f"{op.name} of {layout}")
+    has_pads = layout.axis.has_pads(op.cp_size)
+    return Placement((Partial(),), local=local if has_pads else None)
+
+
 _OVER = (
     "max.dim min.dim argmax.default argmin.default logsumexp.default prod.dim_int "
     "prod.default var.dim var.correction std.dim std.correction var_mean.correction std_mean.correction median.dim "
@@ -163,6 +182,7 @@ RULES: dict[object, Rule] = {
     aten.mean.dim: _mean,
     aten.count_nonzero.default: _count_nonzero,
     aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.histc.default: _histogram,
     aten.any.default: _logical,
     aten.any.dim: _logical,
     aten.any.dims: _logical,

@@ -133,6 +133,11 @@ def _repeat(op: Op) -> Placement:
     operand = op.operands[0]
     repeats = op["repeats"]
     offset = len(repeats) - operand.ndim
+    layout = operand.layout
+    if isinstance(layout, Sharded) and repeats[layout.dim + offset] != 1 and not same(layout.size, layout.axis.size):
+        # Rows of several dims, one after another: more of what stands in front of the axis.
+        outer = layout.outer * repeats[layout.dim + offset]
+        return Placement((Sharded(layout.dim + offset, layout.axis, outer, layout.inner),))
     labels: list[Hashable] = [d if repeats[d + offset] == 1 else None for d in range(operand.ndim)]
     shown = [offset + operand.layout.dim] if isinstance(operand.layout, Sharded) else None
     return by_exchange(op, {0: labels}, [[None] * offset + labels], shown)

@@ -1,0 +1,1 @@
+"""The models that people train, from the installed transformers, and the question asked of each: is it exact?"""

@@ -1,0 +1,66 @@
+"""hoist: the exchange is made above a repeat of heads, so that keys and values travel with their own heads.
+
+    k [B, K, S, d]     cut in S                        k    wanted as the kv heads of this rank's query heads
+    repeat(k, n)       cut in S                 ->     repeat on this rank
+    attention          wants its heads cut             attention
+
+An analysis, like ``place``: it changes layouts and no node. Each rank is sent the distinct heads that it needs, which
+is the least (GQA, arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import Editor, tensor_inputs
+from cp_compile.passes.heads import head_of_query
+from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, shape_of
+from cp_compile.passes.repeats import repeat_of
+from cp_compile.passes.rules.attention import kv_heads_per_rank
+from cp_compile.passes.rules.op import LocalForm
+
+__all__ = ["hoist"]
+
+
+def hoist(module: GraphModule, context: Context) -> GraphModule:
+    """Gives repeats that are only wanted by heads a layout by heads. Idempotent."""
+    for node in module.graph.nodes:
+        repeat = repeat_of(node) if "cp_layout" in node.meta else None
+        if repeat is None or not isinstance(node.meta["cp_layout"][0], Sharded):
+            continue
+        wanted = {want for user in node.users for want in _wants(user, node)}
+        want = next(iter(wanted), None)
+        heads = shape_of(repeat.source.meta["val"])[repeat.dim]
+        query_heads = shape_of(node.meta["val"])[repeat.dim]
+        if len(wanted) != 1 or not isinstance(want, Sharded) or node.meta["cp_layout"][0].dim == repeat.dim:
+            continue
+        if want.dim != repeat.dim or not isinstance(heads, int) or query_heads % context.cp_size:
+            continue
+        if want != Sharded(repeat.dim, Axis.cut(query_heads, context.cp_size, "heads")):
+            continue
+        own, local = _by_heads(repeat.dim, heads, int(query_heads), context.cp_size)
+        node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(own,), cp_local=local)
+    return module
+
+
+def _wants(user: Node, node: Node) -> list[Layout | None]:
+    wants = user.meta.get("cp_wants")
+    if wants is None:
+        return [None]
+    return [want for source, want in zip(tensor_inputs(user), wants, strict=True) if source is node]
+
+
+def _by_heads(dim: int, heads: int, query_heads: int, cp_size: int) -> tuple[Layout, LocalForm | None]:
+    """The heads that a rank is sent, and how it repeats them."""
+    if heads % cp_size == 0:
+        return Sharded(dim, Axis.cut(heads, cp_size, "heads")), None
+    few = PerQueryHead(dim, query_heads, heads, kv_heads_per_rank(query_heads, heads, cp_size))
+
+    def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        return edit.call(torch.ops.aten.index_select.default, args["self"], dim, head_of_query(edit, few))
+
+    return few, local

@@ -1,0 +1,148 @@
+"""repeats: what repeats heads (``repeat_kv``) stands right in front of the attention that needs it.
+
+    k [B, K, S, d]                              k [B, K, S, d]
+    unsqueeze, expand [B, K, n, S, d]
+    reshape [B, K * n, S, d]             ->     rope(k), transpose(k)         on K heads
+    rope(k_), transpose(k_)                     repeat_interleave(k, n, 1)
+    matmul(q, k_)                               matmul(q, k_)
+
+Exact in the program itself: an op that does the same for each head may run before its heads are repeated, which is what
+the rule of the op says. The exchange can then be made above the repeat (``hoist``).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cp_compile.passes.context import Context
+from cp_compile.passes.editor import is_tensor, tensor_inputs
+from cp_compile.passes.layouts import WHOLE, Axis, Sharded, Size, divide, same, shape_of
+from cp_compile.passes.program import insert_call
+from cp_compile.passes.rules import RULES
+from cp_compile.passes.rules.op import NoRule, read_op, wrap
+
+__all__ = ["REPEAT", "Repeat", "repeats"]
+
+aten = torch.ops.aten
+REPEAT = aten.repeat_interleave.self_int
+_EXPANDS = (aten.expand.default, aten.broadcast_to.default)
+_MERGES = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten._unsafe_view.default)
+_COPIES = (aten.clone.default, aten.contiguous.default)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """``source`` with each index of ``dim`` repeated ``count`` times in a row."""
+
+    source: Node
+    count: int
+    dim: int
+
+
+def repeats(module: GraphModule, context: Context) -> GraphModule:
+    """Finds repeats of one dim, and moves them behind the ops that do not mix it. Idempotent."""
+    del context
+    known: dict[Node, Repeat] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not node.users:
+            continue
+        found = repeat_of(node)
+        if found is None:
+            _sink(module, node, known)
+            continue
+        if node.target is not REPEAT:
+            node = _replaced(module, node, found)
+        known[node] = found
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def repeat_of(node: Node) -> Repeat | None:
+    """What a node repeats: ``repeat_interleave`` of one dim, or the reshape of an expanded new dim."""
+    if node.target is REPEAT:
+        source, count, dim = (*node.args, None)[:3]
+        if dim is None or not isinstance(count, int) or not is_tensor(source) or count == 1:
+            return None
+        return Repeat(source, count, wrap(dim, source.meta["val"].ndim))  # type: ignore[union-attr, arg-type]
+    if node.target not in _MERGES or not is_tensor(node.args[0]):
+        return None
+    expanded: Any = node.args[0]
+    while expanded.target in _COPIES:
+        expanded = expanded.args[0]
+    if expanded.target not in _EXPANDS or expanded.args[0].target is not aten.unsqueeze.default:
+        return None
+    added: Node = expanded.args[0]
+    source = added.args[0]
+    shape, wide, out = shape_of(source.meta["val"]), shape_of(expanded.meta["val"]), shape_of(node.meta["val"])  # type: ignore[union-attr]
+    new = wrap(added.args[1], len(wide))  # type: ignore[arg-type]
+    if len(wide) != len(shape) + 1 or len(out) != len(shape) or new == 0:
+        return None
+    count = wide[new]
+    merged = (*shape[: new - 1], shape[new - 1] * count, *shape[new:])
+    kept = all(same(a, b) for a, b in zip((*wide[:new], *wide[new + 1 :]), shape))
+    if not kept or not isinstance(count, int) or count == 1 or not all(same(a, b) for a, b in zip(out, merged)):
+        return None
+    return Repeat(source, count, new - 1)  # type: ignore[arg-type]
+
+
+def _replaced(module: GraphModule, node: Node, repeat: Repeat) -> Node:
+    with module.graph.inserting_before(node):
+        new = insert_call(module.graph, node, REPEAT, repeat.source, repeat.count, repeat.dim)
+    node.replace_all_uses_with(new)
+    return new
+
+
+def _sink(module: GraphModule, node: Node, known: dict[Node, Repeat]) -> None:
+    """``op(repeat(x)) -> repeat(op(x))``, where the op's rule says that it runs through the repeated dim."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target not in RULES:
+        return
+    operands = tensor_inputs(node)
+    of = [known[source] for source in operands if source in known]
+    if not of or len({(repeat.count, _heads(repeat)) for repeat in of}) != 1:
+        return
+    dims = _dims_behind(node, known, Axis(_heads(of[0]), _heads(of[0])), of[0].count)
+    if dims is None:
+        return
+    args, kwargs = torch.fx.node.map_arg(
+        (node.args, node.kwargs), lambda source: known[source].source if source in known else source
+    )
+    graph = module.graph
+    with graph.inserting_before(node):
+        result = insert_call(graph, node, node.target, *args, **kwargs)
+        parts = [result]
+        if isinstance(result.meta["val"], (list, tuple)):
+            parts = [insert_call(graph, node, operator.getitem, result, i) for i in range(len(dims))]
+        wide = [insert_call(graph, node, REPEAT, part, of[0].count, dim) for part, dim in zip(parts, dims)]
+    known.update({new: Repeat(part, of[0].count, dim) for new, part, dim in zip(wide, parts, dims)})
+    if parts == [result]:
+        node.replace_all_uses_with(wide[0])
+        return
+    for user in list(node.users):
+        user.replace_all_uses_with(wide[user.args[1]])  # type: ignore[index]
+
+
+def _heads(repeat: Repeat) -> Size:
+    return shape_of(repeat.source.meta["val"])[repeat.dim]
+
+
+def _dims_behind(node: Node, known: dict[Node, Repeat], axis: Axis, count: int) -> list[int] | None:
+    """Where each output has the repeated dim, if the op does the same for each index of it."""
+    layout_of: Any = lambda source: Sharded(known[source].dim, axis, 1, count) if source in known else WHOLE
+    op = read_op(node, layout_of, 1)
+    try:
+        placement = RULES[node.target](op)
+    except NoRule:
+        return None
+    moved = any(want != op.operands[i].layout for i, want in placement.wants.items())
+    if moved or placement.deliver or placement.local is not None:
+        return None
+    kept = [out for out in placement.out if isinstance(out, Sharded) and (out.axis, out.inner) == (axis, count)]
+    sizes = [divide(shape[out.dim], count) for out, shape in zip(kept, op.outputs)]
+    if len(kept) != len(op.outputs) or any(size is None or not same(size, axis.size) for size in sizes):
+        return None
+    return [out.dim for out in kept]
