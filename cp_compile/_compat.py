@@ -43,10 +43,12 @@ __all__ = [
     "group_store",
     "is_composite",
     "known_true",
+    "last_graph_break",
     "no_autocast",
     "proxy_tracer",
     "record_custom_function",
     "set_attention_kernels",
+    "strided_shard",
     "sympy_interp",
     "to_functional",
     "was_mutated",
@@ -144,6 +146,20 @@ def eager_frames() -> list[Any]:
         frame = frame.f_back
     library = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.__file__) + os.sep + "contextlib")
     return [frame for frame in files if not frame.f_code.co_filename.startswith(library)]
+
+
+def strided_shard(dim: int, outer: int) -> Any:
+    """The DTensor placement of ``dim`` that holds ``outer`` runs of an axis, each cut in the ranks' chunks."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=outer)
+
+
+def last_graph_break() -> str:
+    """Why Dynamo last ended a graph early in this process, in its words; ``""``: it did not."""
+    from torch._dynamo.utils import counters
+
+    return next(reversed(counters["graph_break"]), "")
 
 
 def set_attention_kernels(backends: Sequence[Any], set_priority: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +10,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from cp_compile._compat import (
-    active_ddp_module,
-    eager_frames,
-    exceptions_allowed_to_be_fallback,
-    frame_compile_number,
-    no_autocast,
-)
+from cp_compile._compat import exceptions_allowed_to_be_fallback, no_autocast
 from cp_compile.capture import capture
-from cp_compile.errors import CPError, InvariantError, RefusedError
+from cp_compile.dynamo_state import check_dynamo_state
+from cp_compile.errors import CPError, InvariantError
 from cp_compile.group import find_group, rank_tensor
 from cp_compile.options import Options
 from cp_compile.passes import Context, Output, rewrite
@@ -27,10 +21,7 @@ from cp_compile.passes.bind_seed import takes_seed
 from cp_compile.peers import Peers, graph_hash
 from cp_compile.runtime import run_wrapper
 
-__all__ = ["Program", "build_program", "check_dynamo_state", "cp_ulysses"]
-
-
-_ALLOW_RNN = "the model holds a recurrent layer: set torch._dynamo.config.allow_rnn = True"
+__all__ = ["Program", "build_program", "cp_ulysses"]
 
 
 def cp_ulysses(
@@ -149,70 +140,3 @@ def no_fallback(what: str) -> Iterator[None]:
         yield
     except exceptions_allowed_to_be_fallback as error:
         raise InvariantError(f"{what} met {type(error).__name__}: {error}") from error
-
-
-def _check_frames() -> None:
-    """Refuses a piece of a model whose caller runs eagerly: each piece would be cut on its own."""
-    frames = eager_frames()
-    if not frames:
-        return
-    frame = frames[0]
-    modules = [value for f in frames for value in f.f_locals.values() if isinstance(value, torch.nn.Module)]
-    parts = [part for module in modules for part in module.modules()]
-    remedy = (
-        "take what Dynamo skips out of the forward (torch._dynamo.explain shows it; fullgraph=True makes it an error)"
-    )
-    if any(isinstance(part, torch.nn.RNNBase) for part in parts) and not torch._dynamo.config.allow_rnn:
-        remedy = _ALLOW_RNN
-    elif any(hasattr(part, "set_requires_gradient_sync") for part in parts):
-        remedy = "with FSDP2, call fully_shard on the root only: Dynamo skips the hooks of blocks that are wrapped"
-    elif not torch._dynamo.config.allow_rnn:
-        remedy += "; for a recurrent layer, set torch._dynamo.config.allow_rnn = True"
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    raise RefusedError(
-        f"the model does not trace as one graph: {frame.f_code.co_name} runs eagerly, and the functions that it calls "
-        "are compiled one by one",
-        remedy,
-        line=f"{file}:{line} ({linecache.getline(file, line).strip()})",
-    )
-
-
-def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
-    """Refuses what Dynamo would do around the graph that makes a rewrite of it wrong."""
-    reason = getattr(graph_module, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        frame = reason.user_stack[-1] if reason.user_stack else None
-        code = f" ({frame.line})" if frame is not None and frame.line else ""
-        remedy = (
-            "take the construct out of the forward (torch._dynamo.explain shows all breaks), or compile with "
-            "fullgraph=True to see it as an error of torch's own"
-        )
-        if "RNN" in reason.reason and not torch._dynamo.config.allow_rnn:
-            remedy = _ALLOW_RNN
-        raise RefusedError(
-            f"the model does not trace as one graph: {reason.reason.splitlines()[0]}",
-            remedy,
-            line=f"{frame.filename}:{frame.lineno}{code}" if frame is not None else "",
-        )
-    _check_frames()
-    if active_ddp_module() is not None and torch._dynamo.config.optimize_ddp:
-        raise RefusedError(
-            "DistributedDataParallel with torch._dynamo.config.optimize_ddp on splits the graph before it is rewritten",
-            "set torch._dynamo.config.optimize_ddp = False",
-        )
-    limit = torch._dynamo.config.recompile_limit
-    if frame_compile_number() + 1 >= limit:
-        raise RefusedError(
-            f"this function was compiled {frame_compile_number()} times before, and "
-            f"torch._dynamo.config.recompile_limit permits {limit}: the next one would silently run the plain model",
-            "compile with dynamic=True, pad lengths to few values, or raise torch._dynamo.config.recompile_limit",
-        )
-    from torch.distributed.tensor import DTensor
-
-    for value in inputs:
-        if isinstance(value, DTensor):
-            what = "a parameter" if isinstance(value, torch.nn.Parameter) else "an argument"
-            raise RefusedError(
-                f"{what} of the compiled function is a DTensor ({value.placements} on {value.device_mesh})",
-                "compile the whole model at once and pass plain tensors; with FSDP2, call fully_shard on the root only",
-            )

@@ -40,6 +40,7 @@ __all__ = ["capture", "capture_export", "input_names"]
 aten = torch.ops.aten
 # Composites that autocast has no kernel for, but whose parts it casts.
 _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
+_VMAP = "_vmap_increment_nesting"
 _CHECKS = (aten._assert_tensor_metadata.default,)
 # Inputs that are the model's own state, or globals, and no arguments of the call.
 _STATE = re.compile(r"_(parameters|buffers|modules)\['|^L\['self'\]\.|^G\[")
@@ -180,14 +181,21 @@ def _trace(
 
 def _refuse_unknown_regions(graph_module: GraphModule) -> None:
     """Nested regions are inlined one by one as they are known; an unknown one is named before anything is traced."""
-    for module in graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in REGIONS:
-                raise RefusedError.at(
-                    node,
-                    f"the higher-order op {node.target} has no rule",
-                    "write that part of the model in plain torch ops",
-                )
+    modules = [module for module in graph_module.modules() if isinstance(module, GraphModule)]
+    nodes = [node for module in modules for node in module.graph.nodes]
+    for node in nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in REGIONS:
+            remedy = "write that part of the model in plain torch ops"
+            if "flex" in node.target.name():
+                remedy += ' (in transformers: attn_implementation="sdpa")'
+            raise RefusedError.at(node, f"the higher-order op {node.target} has no rule", remedy)
+    for node in nodes:
+        if getattr(node.target, "__name__", "") == _VMAP:
+            raise RefusedError.at(
+                node,
+                "torch.func.vmap, or an associative_scan, which is written with it, has no rule",
+                "write the dim out; in transformers, set config.use_associative_scan = False",
+            )
 
 
 def _replace_copy(module: GraphModule, node: Node) -> None:

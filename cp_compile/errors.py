@@ -19,6 +19,7 @@ __all__ = [
     "OptionError",
     "PeerMismatchError",
     "RefusedError",
+    "is_library",
     "module_path",
     "own_errors",
     "user_line",
@@ -85,10 +86,15 @@ def own_errors() -> Iterator[None]:
         raise
 
 
+def is_library(file: str) -> bool:
+    """Whether a file is part of torch, and not of the user's code."""
+    return _LIBRARY.search(file) is not None
+
+
 def user_line(node: Node) -> str:
     """The innermost line of the user's code that made ``node``, as ``file.py:12 (code)``; ``""`` if unknown."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    ours = [frame for frame in frames if not _LIBRARY.search(frame["file"])] or frames
+    ours = [frame for frame in frames if not is_library(frame["file"])] or frames
     if not ours:
         return ""
     frame = ours[-1]

@@ -28,6 +28,7 @@ class Inliner(Interpreter):
 
     def __init__(self, module: GraphModule, outer: Inliner | None = None, tags: dict[str, Any] | None = None) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # a refusal names the line itself
         self.tags = tags or {}
         self.regions: Iterator[int] = outer.regions if outer else itertools.count(1)
         self.autocasts: list[dict[str, tuple[bool, torch.dtype]]] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from cp_compile._compat import no_autocast
+from cp_compile._compat import no_autocast, strided_shard
 from cp_compile.group import Group, rank_tensor
 from cp_compile.passes.context import Output
 
@@ -69,14 +69,18 @@ def trim(value: torch.Tensor, output: Output, size: int, rank: int, cp_size: int
     return rows.flatten(output.dim, output.dim + 2)
 
 
-def as_shard(local: torch.Tensor, group: Group, dim: int, size: int) -> torch.Tensor:
-    """A rank's rows as a ``DTensor`` with ``Shard(dim)``, whose ``dim`` is ``size`` long in the whole."""
+def as_shard(local: torch.Tensor, group: Group, dim: int, size: int, outer: int = 1) -> torch.Tensor:
+    """A rank's rows as a ``DTensor`` with ``Shard(dim)``, whose ``dim`` is ``size`` long in the whole.
+
+    Where ``dim`` holds ``outer`` sequences one after another (``[B * S, ...]``), torch's strided shard says so.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
-    shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
+    shape = torch.Size([*local.shape[:dim], outer * size, *local.shape[dim + 1 :]])
     stride = torch.empty(shape, device="meta").stride()
     mesh = group.device_mesh(local.device.type)
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    placement = Shard(dim) if outer == 1 else strided_shard(dim, outer)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
 def _agreed_seed(group: Group, device: torch.device) -> torch.Tensor:
@@ -138,6 +142,9 @@ def run_wrapper(
         local = trim(value, output, size, group.rank, group.size)
         if local.requires_grad:
             local = ScaleGradient.apply(local, group.size)
-        return local if shards == "local" else as_shard(local, group, output.dim, size)
+        if shards == "local":
+            return local
+        outer = value.shape[output.dim] // (-(-size // group.size) * output.inner)
+        return as_shard(local, group, output.dim, size, outer)
 
     return run

@@ -158,9 +158,8 @@ class _Simulate(torch.autograd.Function):
         ctx.local, ctx.results = simulation.run(inputs)
         simulation.write_back(inputs, ctx.local)
         outputs = simulation.assemble(ctx.results)
-        ctx.mark_non_differentiable(
-            *(v for v in outputs if isinstance(v, torch.Tensor) and not v.dtype.is_floating_point)
-        )
+        pairs = zip(outputs, ctx.results)
+        ctx.mark_non_differentiable(*(v for v, own in pairs if isinstance(v, torch.Tensor) and not own.requires_grad))
         return tuple(outputs)
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
-from cp_compile.backend import build_program, check_dynamo_state
+from cp_compile.backend import build_program
+from cp_compile.dynamo_state import check_dynamo_state
 from cp_compile.errors import CPError, RefusedError, own_errors
 from cp_compile.options import Options
+from cp_compile.passes.layouts import WHOLE, Whole
 from cp_compile.simulate import Exchanges, Simulation, simulated_group
 
 __all__ = ["Report", "Row", "relative_error", "tolerance", "verify"]
@@ -130,7 +132,8 @@ def verify(
 
     Returns:
         The report. ``ok`` means a relative norm of the difference of at most 1e-8 in float64, 1e-4 in float32 and
-        2e-2 below (or under autocast to such a dtype), per output and per parameter.
+        2e-2 below (or under autocast to such a dtype), per output and per parameter. A model in float64 that computes
+        in float32 on the way (a norm, a loss) is held to the float32 limit.
 
     Raises:
         RefusedError: the model holds something that no rule covers exactly.
@@ -150,6 +153,7 @@ def _verify(
 ) -> Report:
     simulations: list[Simulation] = []
     leaves: dict[str, torch.Tensor] = {}
+    limits: list[float] = [0.0]
 
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         check_dynamo_state(graph_module, inputs)
@@ -160,6 +164,7 @@ def _verify(
         names = [name.removeprefix("model.") for name in program.names]
         named = zip(names, inputs, strict=True)
         leaves.update({name: x for name, x in named if isinstance(x, torch.Tensor) and x.requires_grad})
+        limits.extend(tolerance(dtype) for dtype in _computed_in(program.module))
         simulations.append(Simulation(program.module, program.outputs, cp_size))
         return simulations[-1]
 
@@ -175,16 +180,37 @@ def _verify(
         got = torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
     if not simulations:
         raise RefusedError("the model has no tensor op to rewrite", "verify a function that calls the model")
-    mine = {name: buffer.clone() for name, buffer in state.items()}
-    with torch.no_grad():
-        for name, buffer in state.items():
-            buffer.copy_(before[name])
+    mine = {name: model.get_buffer(name).clone() for name in state}
+    _restore(model, state, before)
     right = model(*args, **kwargs)
     rows = _compare_outputs(got, right)
     rows += _compare_gradients(got, right, leaves)
-    changed = [name for name in state if not torch.equal(state[name], before[name])]
-    rows += [_row("buffer", name, mine[name], state[name]) for name in changed]
+    after = {name: model.get_buffer(name).clone() for name in state}
+    changed = [name for name in state if not torch.equal(after[name], before[name])]
+    rows += [_row("buffer", name, mine[name], after[name]) for name in changed]
+    coarsest = max(limits)
+    rows = [replace(row, limit=max(row.limit, coarsest)) for row in rows]
     return Report(tuple(rows), simulations[-1].exchanges, cp_size)
+
+
+def _computed_in(module: GraphModule) -> set[torch.dtype]:
+    """The floating dtypes of the values that ranks share among them."""
+    shared = [
+        node.meta["val"].dtype
+        for node in module.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+        and not all(isinstance(layout, Whole) for layout in node.meta.get("cp_layout", (WHOLE,)))
+    ]
+    return {dtype for dtype in shared if dtype.is_floating_point}
+
+
+def _restore(model: Any, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Gives each buffer a value, and its own tensor again where the forward has put another in its place."""
+    for name, buffer in state.items():
+        owner, _, own = name.rpartition(".")
+        with torch.no_grad():
+            buffer.copy_(values[name])
+        model.get_submodule(owner)._buffers[own] = buffer
 
 
 def _by_name(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -20,11 +20,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.errors import RefusedError
-from cp_compile.passes.context import Context, Output
+from cp_compile.passes.context import Context
 from cp_compile.passes.custom_function import CUSTOM_FUNCTION, keeps_sums, place_function
-from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Axis, Layout, Local, Partial, PerQueryHead, Sharded, Whole, shape_of
+from cp_compile.passes.editor import schema_arguments, tensor_inputs
+from cp_compile.passes.layouts import WHOLE, Layout, Local, Partial, PerQueryHead, Sharded, Whole, shape_of
 from cp_compile.passes.moves import can_move
+from cp_compile.passes.outputs import place_outputs
 from cp_compile.passes.rules import RULES
 from cp_compile.passes.rules.attention import is_attention
 from cp_compile.passes.rules.experts import follows_order
@@ -53,12 +54,13 @@ def place(module: GraphModule, context: Context) -> GraphModule:
         node.meta["cp_shown"] = placement.deliver or placement.out
         node.meta["cp_wants"] = tuple(placement.wants[i] for i in range(len(operands)))
         node.meta["cp_local"] = placement.local
+        node.meta["cp_attends"] = placement.attends is not None
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta["cp_arguments"] = schema_arguments(node)
             if draws(read_op(node, lambda _: WHOLE, context.cp_size)):
                 node.meta["cp_draw"] = number = number + 1
     if context.inputs is None:
-        _place_outputs(module, context)
+        place_outputs(module, context)
     else:
         output = module.graph.output_node()
         output.meta["cp_wants"] = tuple(value.meta["cp_layout"][0] for value in tensor_inputs(output))
@@ -209,39 +211,3 @@ def _whole(node: Node, operands: list[Node]) -> Placement:
     val = node.meta.get("val")
     count = len(val) if isinstance(val, (tuple, list)) else 1
     return Placement((WHOLE,) * count, dict.fromkeys(range(len(operands)), WHOLE))
-
-
-def _place_outputs(module: GraphModule, context: Context) -> None:
-    """What comes back: per-token values as shards, whole, or as they lie; anything else as the user's value."""
-    output = module.graph.output_node()
-    wants: list[Layout] = []
-    context.outputs = []
-    values: Any = output.args[0]
-    for value in values:
-        if not is_tensor(value):
-            context.outputs.append(Output())
-            continue
-        layout = value.meta["cp_shown"][0]
-        if isinstance(layout, Local):
-            raise RefusedError.at(
-                value,
-                "an output of rows that each rank has sorted on its own",
-                "return them in the order of the sequence",
-            )
-        if not isinstance(layout, Sharded) or context.options.outputs == "gathered":
-            wants.append(WHOLE)
-            context.outputs.append(Output())
-            continue
-        local = context.options.outputs == "local" and isinstance(layout.inner, int)
-        if not layout.pure and not local:
-            raise RefusedError.at(
-                value,
-                f"the output of shape {list(shape_of(value.meta['val']))} holds the {layout.axis.name} inside dim "
-                f"{layout.dim}, flattened with another dim, which has no DTensor placement",
-                'return it unflattened, or use options={"outputs": "local"} or "gathered"',
-            )
-        # torch's own chunks, which those of a sliced sequence (logits[:, :-1]) need not be.
-        axis = Axis.cut(layout.axis.size, context.cp_size, layout.axis.name)
-        wants.append(replace(layout, axis=axis))
-        context.outputs.append(Output("shard", layout.dim, axis.size, int(layout.inner)))
-    output.meta["cp_wants"] = tuple(wants)

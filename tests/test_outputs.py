@@ -131,29 +131,39 @@ def test_values_that_are_not_per_token_are_the_users(two_ranks: Ranks, length: i
     two_ranks.run(several, length, symbolic)
 
 
-def flattened() -> str:
+def flattened(length: int) -> str:
+    """``[B * S, V]`` is torch's strided shard; ``[B, S * V]`` has no placement."""
     lm = model(layers=1)
-    rows = torch.compile(lambda ids: lm.logits(ids).flatten(0, 1), backend="cp_ulysses", options=AOT)
+    ids = batch(length)[0]
+    weight = torch.rand(2 * length, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    right = lm.logits(ids).flatten(0, 1)
+    (right * weight).sum().backward()
+    expected = lm.head.weight.grad.clone()
+    lm.zero_grad()
+    function = lambda ids: lm.logits(ids).flatten(0, 1)
+    rows = torch.compile(function, backend="cp_ulysses", options=AOT)(ids)
+    assert rows.shape == right.shape
+    assert relative_error(whole(rows).detach(), right.detach()) <= 1e-12
+    (rows.full_tensor() * weight).sum().backward()
+    assert relative_error(mean_over_ranks(lm.head.weight.grad), expected) <= 1e-10
+    chunk = -(-length // 2)
+    start = dist.get_rank() * chunk
+    mine = right.unflatten(0, (2, length))[:, start : start + chunk].flatten(0, 1)
+    local = torch.compile(function, backend="cp_ulysses", options={**AOT, "outputs": "local"})(ids)
+    assert relative_error(local.detach(), mine.detach()) <= 1e-12
+    gathered = torch.compile(function, backend="cp_ulysses", options={**AOT, "outputs": "gathered"})(ids)
+    assert relative_error(gathered.detach(), right.detach()) <= 1e-12
     try:
-        rows(batch(13)[0])
+        torch.compile(lambda ids: lm.logits(ids).flatten(1, 2), backend="cp_ulysses", options=AOT)(ids)
     except Exception as error:
-        message = str(error)
-    right = lm.logits(batch(13)[0])
-    local = torch.compile(
-        lambda ids: lm.logits(ids).flatten(0, 1), backend="cp_ulysses", options={**AOT, "outputs": "local"}
-    )(batch(13)[0])
-    start, rows = ((0, 7), (7, 6))[dist.get_rank()]
-    assert relative_error(local.detach(), right[:, start : start + rows].flatten(0, 1).detach()) <= 1e-12
-    gathered = torch.compile(
-        lambda ids: lm.logits(ids).flatten(0, 1), backend="cp_ulysses", options={**AOT, "outputs": "gathered"}
-    )
-    assert gathered(batch(13)[0]).shape == (26, VOCABULARY)
-    return message
+        return str(error)
+    raise AssertionError("an axis in front of another in one dim has no placement")
 
 
-def test_a_flattened_sequence_has_no_placement(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(flattened):
-        assert "flattened with another dim, which has no DTensor placement" in message
+@pytest.mark.parametrize("length", [13, 14])
+def test_a_flattened_sequence(two_ranks: Ranks, length: int) -> None:
+    for message in two_ranks.run(flattened, length):
+        assert "flattened with a dim behind it, which has no DTensor placement" in message
         assert 'options={"outputs": "local"} or "gathered"' in message
 
 

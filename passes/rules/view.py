@@ -144,16 +144,19 @@ def _repeat(op: Op) -> Placement:
 
 
 def _repeat_interleave(op: Op) -> Placement:
+    """Each index several times in a row: more of what stands behind the axis. Without a dim, of the flattened tensor."""
     operand = op.operands[0]
     layout = operand.layout
-    if op["dim"] is None and isinstance(layout, Sharded):
-        # Row by row of the flattened tensor.
+    if op["dim"] is None:
+        if not isinstance(layout, Sharded):
+            return by_labels(op, {}, [])
         outer = product(operand.shape[: layout.dim]) * layout.outer
         inner = layout.inner * product(operand.shape[layout.dim + 1 :]) * op["repeats"]
         return Placement((Sharded(0, layout.axis, outer, inner),))
-    if op["dim"] is None:
-        return by_labels(op, {}, [])
-    return along(op, [wrap(op["dim"], operand.ndim)])
+    dim = wrap(op["dim"], operand.ndim)
+    if isinstance(layout, Sharded) and layout.dim == dim:
+        return Placement((Sharded(dim, layout.axis, layout.outer, layout.inner * op["repeats"]),))
+    return along(op, [dim])
 
 
 def _as_complex(op: Op) -> Placement:
