@@ -41,11 +41,15 @@ def simulated_group(cp_size: int, rank: int = 0) -> Iterator[str]:
 
 @dataclass
 class Exchanges:
-    """Collectives of one forward and one backward, by name, and the bytes that a rank hands to them."""
+    """Collectives of one forward and one backward, by name, and the bytes that a rank hands to them.
+
+    ``moved`` are the bytes of those that move slices; ``bytes`` has the sums (all-reduces of scalars, most of them) too.
+    """
 
     forward: dict[str, int]
     backward: dict[str, int]
     bytes: int = 0
+    moved: int = 0
 
     def __str__(self) -> str:
         parts = [
@@ -66,7 +70,9 @@ class _Counter(torch.utils._python_dispatch.TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == _C10D and name != "wait_tensor":
             self.counts[name] = self.counts.get(name, 0) + 1
-            self.exchanges.bytes += args[0].numel() * args[0].element_size()
+            size = args[0].numel() * args[0].element_size()
+            self.exchanges.bytes += size
+            self.exchanges.moved += size if name != "all_reduce" else 0
         return func(*args, **(kwargs or {}))
 
 

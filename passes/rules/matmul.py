@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from cp_compile.passes.layouts import Axis, Layout, Sharded, Size
+from cp_compile.passes.layouts import Axis, Layout, Sharded, Size, divide
 from cp_compile.passes.rules.carried import by_exchange
+from cp_compile.passes.rules.folded import last_factor
 from cp_compile.passes.rules.op import Labels, LocalForm, NoRule, Op, Operand, Placement, Rule, by_labels, cut_along
 
 if TYPE_CHECKING:
@@ -84,12 +85,21 @@ def _over_a_shared(op: Op, labels: Mapping[int, Labels], out: Labels, cuts: Sequ
     for cut in cuts:
         if cut.label in shared:
             return cut
-    # From the innermost batch dim: heads stand behind the batch.
+    # From the innermost batch dim: heads stand behind the batch, or inside of it.
     for label in reversed(shared):
         size = op.shape[list(out).index(label)]
-        if isinstance(size, int) and size % op.cp_size == 0:
-            return _Cut(cuts[0].operand, Sharded(0, Axis.cut(size, op.cp_size, "heads")), label)
+        for heads in (_heads_inside(op, labels, cuts, label), size):
+            outer = None if heads is None else divide(size, heads)
+            if outer is not None and isinstance(heads, int) and heads % op.cp_size == 0:
+                cut = Sharded(0, Axis.cut(heads, op.cp_size, "heads"), outer)
+                return _Cut(cuts[0].operand, cut, label)
     return None
+
+
+def _heads_inside(op: Op, labels: Mapping[int, Labels], cuts: Sequence[_Cut], label: Hashable) -> Size | None:
+    """How many heads each row of the batch has, in a dim of both (``[B * H, S, d]``): the same for all operands."""
+    factors = {last_factor(op.operands[c.operand].node, list(labels[c.operand]).index(label)) for c in cuts}
+    return factors.pop() if len(factors) == 1 else None
 
 
 def _without_pads(op: Op, cut: Sharded, wants: Mapping[int, Layout]) -> LocalForm | None:
