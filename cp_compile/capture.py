@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from cp_compile._compat import (
 )
 from cp_compile.errors import InvariantError, RefusedError
 from cp_compile.inline import DATA_DEPENDENT, REGIONS, Inliner
+from cp_compile.passes.layouts import same, shape_of
 from cp_compile.passes.rules import RULES
 
 __all__ = ["capture", "capture_export", "input_names"]
@@ -40,6 +42,7 @@ __all__ = ["capture", "capture_export", "input_names"]
 aten = torch.ops.aten
 # Composites that autocast has no kernel for, but whose parts it casts.
 _CAST_INSIDE = (aten.einsum.default, aten.tensordot.default, aten.inner.default)
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
 _VMAP = "_vmap_increment_nesting"
 _CHECKS = (aten._assert_tensor_metadata.default,)
 # Inputs that are the model's own state, or globals, and no arguments of the call.
@@ -213,7 +216,10 @@ def _replace_copy(module: GraphModule, node: Node) -> None:
 
 
 def _is_no_op(node: Node) -> bool:
-    """A slice of everything, ``x[:, :]``."""
+    """A slice of everything, ``x[:, :]``, or a view of the same shape."""
+    source = node.args[0] if node.args else None
+    if node.target in _VIEWS and isinstance(source, Node):
+        return all(same(a, b) for a, b in zip_longest(*(shape_of(x.meta["val"]) for x in (source, node)), fillvalue=-1))
     if node.target is not aten.slice.Tensor:
         return False
     source, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[:5]

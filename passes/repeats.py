@@ -37,11 +37,15 @@ _COPIES = (aten.clone.default, aten.contiguous.default)
 
 @dataclass(frozen=True)
 class Repeat:
-    """``source`` with each index of ``dim`` repeated ``count`` times in a row."""
+    """``source`` with each index of ``dim`` repeated ``count`` times in a row.
+
+    ``squeeze``: a dim of size 1 that ``source`` must lose first.
+    """
 
     source: Node
     count: int
     dim: int
+    squeeze: int | None = None
 
 
 def repeats(module: GraphModule, context: Context) -> GraphModule:
@@ -56,7 +60,7 @@ def repeats(module: GraphModule, context: Context) -> GraphModule:
             _sink(module, node, known)
             continue
         if node.target is not REPEAT:
-            node = _replaced(module, node, found)
+            node, found = _replaced(module, node, found)
         known[node] = found
     module.graph.eliminate_dead_code()
     return module
@@ -74,27 +78,31 @@ def repeat_of(node: Node) -> Repeat | None:
     expanded: Any = node.args[0]
     while expanded.target in _COPIES:
         expanded = expanded.args[0]
-    if expanded.target not in _EXPANDS or expanded.args[0].target is not aten.unsqueeze.default:
+    if expanded.target not in _EXPANDS:
         return None
-    added: Node = expanded.args[0]
-    source = added.args[0]
-    shape, wide, out = shape_of(source.meta["val"]), shape_of(expanded.meta["val"]), shape_of(node.meta["val"])  # type: ignore[union-attr]
-    new = wrap(added.args[1], len(wide))  # type: ignore[arg-type]
-    if len(wide) != len(shape) + 1 or len(out) != len(shape) or new == 0:
+    narrow: Any = expanded.args[0]
+    shape, wide, out = (shape_of(value.meta["val"]) for value in (narrow, expanded, node))
+    if len(shape) != len(wide) or len(out) != len(wide) - 1:
         return None
+    repeated = [dim for dim in range(len(wide)) if not same(shape[dim], wide[dim])]
+    new = repeated[0] if len(repeated) == 1 else 0
     count = wide[new]
-    merged = (*shape[: new - 1], shape[new - 1] * count, *shape[new:])
-    kept = all(same(a, b) for a, b in zip((*wide[:new], *wide[new + 1 :]), shape))
-    if not kept or not isinstance(count, int) or count == 1 or not all(same(a, b) for a, b in zip(out, merged)):
+    merged = (*wide[: new - 1], wide[new - 1] * count, *wide[new + 1 :])
+    if new == 0 or not isinstance(count, int) or not all(same(a, b) for a, b in zip(out, merged)):
         return None
-    return Repeat(source, count, new - 1)  # type: ignore[arg-type]
+    if narrow.target is aten.unsqueeze.default and wrap(narrow.args[1], len(wide)) == new:
+        return Repeat(narrow.args[0], count, new - 1)
+    return Repeat(narrow, count, new - 1, squeeze=new)
 
 
-def _replaced(module: GraphModule, node: Node, repeat: Repeat) -> Node:
-    with module.graph.inserting_before(node):
-        new = insert_call(module.graph, node, REPEAT, repeat.source, repeat.count, repeat.dim)
+def _replaced(module: GraphModule, node: Node, repeat: Repeat) -> tuple[Node, Repeat]:
+    graph, source = module.graph, repeat.source
+    with graph.inserting_before(node):
+        if repeat.squeeze is not None:
+            source = insert_call(graph, node, aten.squeeze.dim, source, repeat.squeeze)
+        new = insert_call(graph, node, REPEAT, source, repeat.count, repeat.dim)
     node.replace_all_uses_with(new)
-    return new
+    return new, Repeat(source, repeat.count, repeat.dim)
 
 
 def _sink(module: GraphModule, node: Node, known: dict[Node, Repeat]) -> None:

@@ -88,6 +88,21 @@ def _einsums() -> list[Sample]:
     return [_call(e, [reals(*s, seed=i) for i, s in enumerate(shapes)]) for e, shapes in terms]
 
 
+def _triangular() -> list[Sample]:
+    """Equations whose solution is no larger than what it is made of."""
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...], bool]] = [
+        ((2, 4, 3, 3), (2, 4, 3, 5), True), ((4, 3, 3), (4, 5, 3), False), ((5, 5), (5, 4), True),
+        ((2, 1, 5, 5), (1, 4, 5, 4), True), ((4, 5, 5), (4, 5, 1), True),
+    ]  # fmt: skip
+    return [
+        _call(
+            reals(*a) / 4 + 2 * torch.eye(a[-1], dtype=torch.float64), reals(*b, seed=1), upper=upper, left=left
+        )
+        for a, b, left in shapes
+        for upper in _BOTH
+    ]
+
+
 def _lookups() -> list[Sample]:
     cases: list[tuple[tuple[int, ...], int, tuple[int, ...]]] = [
         ((2, 5, 4), 2, (2, 5, 2)), ((2, 5, 4), 1, (2, 3, 4)), ((2, 5, 4), 1, (2, 5, 4)), ((5, 4), 0, (2, 4)),
@@ -368,6 +383,10 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
         _call(reals(*b), reals(4, 5, 3, seed=1), reals(4, 3, 6, seed=2)) for b in ((4, 5, 6), (1, 5, 6), (6,))
     ],
     "einsum": _einsums,
+    "linalg_solve_triangular": _triangular,
+    "histc": lambda: [
+        Sample((reals(*shape), 4, low, high), fixed=(0,)) for shape in ((5,), (2, 5)) for low, high in ((-1, 1), (0, 0))
+    ],
     # norms
     "layer_norm": lambda: [_call(X, [4]), _call(X, [4], reals(4), reals(4, seed=1)), _call(X, [5, 4])],
     "rms_norm": lambda: [_call(X, [4]), _call(X, [4], reals(4)), _call(X, [5, 4])],

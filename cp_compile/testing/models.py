@@ -15,6 +15,9 @@ from cp_compile.errors import InvariantError, RefusedError, own_errors
 from cp_compile.options import Options
 from cp_compile.passes import PIPELINE, Context
 from cp_compile.passes.check import check_edges
+from cp_compile.passes.layouts import WHOLE
+from cp_compile.passes.rules.op import read_op
+from cp_compile.passes.rules.random import draws
 from cp_compile.peers import graph_hash
 from cp_compile.testing.compare import differences
 from cp_compile.testing.interpret import Interpreter, symbols_of
@@ -161,6 +164,9 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
             return [f"pass {step.name!r} raises {type(error).__name__}: {error}"]
         if any("cp_draw" in node.meta for node in module.graph.nodes):
             raise RefusedError(*DRAWS)
+        if "layouts" not in finished and _draws(module, cp_size):
+            # Refused as soon as ``place`` has had its say.
+            continue
         finished.update(step.provides)
         once = graph_hash(module)
         step.run(module, context)
@@ -176,6 +182,11 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
         if detail:
             return [f"behind pass {step.name!r}: {detail}"]
     return []
+
+
+def _draws(module: GraphModule, cp_size: int) -> bool:
+    ops = [node for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return any(draws(read_op(node, lambda _: WHOLE, cp_size)) for node in ops)
 
 
 def copy_of(module: GraphModule) -> GraphModule:
