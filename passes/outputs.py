@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context, Output
-from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
+from cp_compile.passes.editor import is_tensor, schema_arguments
 from cp_compile.passes.layouts import WHOLE, Axis, Layout, Local, Sharded, same, shape_of
 from cp_compile.passes.rules.attention import is_attention
 
@@ -65,8 +65,10 @@ def place_outputs(module: GraphModule, context: Context) -> None:
 def _refuse_cache(module: GraphModule, output: Node) -> None:
     """Keys and values that come back are a cache: its later use is another program, which knows nothing of shards."""
     returned = [value for value in output.args[0] if is_tensor(value)]  # type: ignore[union-attr]
-    for node in module.graph.nodes:
-        if node.meta.get("cp_attends") and _holds_cache(node, returned):
+    attentions = [node for node in module.graph.nodes if is_attention(node.target)]
+    grown = [value for value in returned if _grows(value)]
+    for node in [*grown, *(node for node in attentions if _comes_back(node, returned))]:
+        if isinstance(node.meta["cp_shown"][0], Sharded):
             raise RefusedError.at(
                 node,
                 "the keys and values of an attention are among the outputs: a cache for decoding",
@@ -74,19 +76,16 @@ def _refuse_cache(module: GraphModule, output: Node) -> None:
             )
 
 
-def _holds_cache(node: Node, returned: list[Node]) -> bool:
-    """Whether the values of an attention come back, and its keys; by hand, another value with as many heads and rows.
+def _grows(value: Node) -> bool:
+    """Whether a value is joined to an empty one: the first step of a cache."""
+    parts: Any = value.args[0] if value.target is aten.cat.default else ()
+    return any(part.meta["val"].numel() == 0 for part in parts)
 
-    Args:
-        node: an attention, or the product of weights and values.
-        returned: the outputs.
-    """
-    if is_attention(node.target):
-        arguments = schema_arguments(node)
-        return all(not set(returned).isdisjoint(_back(arguments[name])) for name in ("key", "value"))
-    values = set(returned).intersection(_back(tensor_inputs(node)[-1]))
-    shapes = {shape_of(value.meta["val"])[:-1] for value in values}
-    return any(other not in values and shape_of(other.meta["val"])[:-1] in shapes for other in returned)
+
+def _comes_back(attention: Node, returned: list[Node]) -> bool:
+    """Whether both keys and values of an attention are among the outputs."""
+    arguments = schema_arguments(attention)
+    return all(not set(returned).isdisjoint(_back(arguments[name])) for name in ("key", "value"))
 
 
 def _back(node: Any) -> Iterator[Node]:

@@ -54,7 +54,6 @@ def place(module: GraphModule, context: Context) -> GraphModule:
         node.meta["cp_shown"] = placement.deliver or placement.out
         node.meta["cp_wants"] = tuple(placement.wants[i] for i in range(len(operands)))
         node.meta["cp_local"] = placement.local
-        node.meta["cp_attends"] = placement.attends is not None
         if isinstance(node.target, torch._ops.OpOverload):
             node.meta["cp_arguments"] = schema_arguments(node)
             if draws(read_op(node, lambda _: WHOLE, context.cp_size)):
