@@ -137,7 +137,9 @@ def main() -> int:
     bad = [verdict for verdict in verdicts if not verdict.ok]
     for verdict in bad:
         where = f"{verdict.entry.name}, {verdict.batch}, {verdict.length} tokens, cp {verdict.cp_size}"
-        print(f"NOT AS IT SHOULD BE: {where}: {verdict.refused or verdict.failed or f'{verdict.error:.1e} in {verdict.worst}'}")
+        print(
+            f"NOT AS IT SHOULD BE: {where}: {verdict.refused or verdict.failed or f'{verdict.error:.1e} in {verdict.worst}'}"
+        )
     return bool(bad)
 
 

@@ -10,7 +10,6 @@ documents) stay what they are.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context

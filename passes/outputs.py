@@ -64,7 +64,8 @@ def place_outputs(module: GraphModule, context: Context) -> None:
 
 def _refuse_cache(module: GraphModule, output: Node) -> None:
     """Keys and values that come back are a cache: its later use is another program, which knows nothing of shards."""
-    returned = [value for value in output.args[0] if is_tensor(value)]  # type: ignore[union-attr]
+    values: Any = output.args[0]
+    returned = [value for value in values if is_tensor(value)]
     attentions = [node for node in module.graph.nodes if is_attention(node.target)]
     grown = [value for value in returned if _grows(value)]
     for node in [*grown, *(node for node in attentions if _comes_back(node, returned))]:

@@ -27,7 +27,8 @@ from cp_compile.passes.rules.op import overloads, wrap
 __all__ = ["Condition", "Form", "Positions", "index"]
 
 aten = torch.ops.aten
-Condition: TypeAlias = Union[frozenset, None]
+_EXACT = (torch.bool, torch.int32, torch.int64)  # in the others, sums of positions may wrap or be rounded
+Condition: TypeAlias = Union[frozenset[Any], None]
 """Expressions that are all >= 0; ``None``: never true."""
 
 
@@ -87,7 +88,7 @@ class Positions:
         if rule is None:
             return None
         val = node.meta["val"]
-        if val.dtype.is_floating_point or val.dtype.is_complex:
+        if val.dtype not in _EXACT:
             return None
         args = _Arguments(node, self._known, shape_of(val))
         try:
@@ -126,7 +127,7 @@ class _Arguments:
             if form is None:
                 raise _NoForm
             return form
-        return size_of(val)
+        return size_of(val)  # type: ignore[arg-type]
 
 
 def _simplified(form: Form, fake_mode: Any) -> Form:
@@ -211,7 +212,7 @@ def _by_order(order: Callable[[_Arguments, int], list[int | None]]) -> Callable[
     def rule(a: _Arguments) -> Form:
         form = a["self"]
         places = order(a, len(form.shape))
-        to: dict[int, Any] = {dim: 0 for dim in range(len(form.shape))}
+        to: dict[int, Any] = dict.fromkeys(range(len(form.shape)), 0)
         to.update({old: index(new) for new, old in enumerate(places) if old is not None})
         return _moved(form, a.shape, to, form.is_bool)
 
@@ -273,7 +274,7 @@ def _cropped(a: _Arguments, form: Form, dim: int, start: Size) -> Form:
     """The pieces that are left of a slice."""
     shift = {index(dim): index(dim) + start}
     ends = [*(s for s, _ in form.number[1:]), form.shape[dim]]
-    pieces = []
+    pieces: list[tuple[Size, sympy.Expr]] = []
     for (first, expression), end in zip(form.number, ends):
         if known_true(a.fake_mode, sympy.Le(end - start, 0)):
             continue
@@ -424,7 +425,7 @@ def _triangle(sign: int) -> Callable[[_Arguments], Form]:
         if not form.is_bool:
             raise _NoForm
         if form.holds is None:
-            return form
+            return Form(a.shape, holds=None, is_bool=True)
         kept = sign * (index(ndim - 2) - index(ndim - 1) + a["diagonal"])
         return Form(a.shape, holds=form.holds | {kept}, is_bool=True)
 
@@ -491,6 +492,4 @@ _TABLE: tuple[tuple[str, Callable[[_Arguments], Form]], ...] = (
     ("_to_copy.default", _cast),
     ("clone.default contiguous.default alias.default detach.default lift_fresh_copy.default", _same),
 )
-_RULES: dict[object, Callable[[_Arguments], Form]] = {
-    op: rule for names, rule in _TABLE for op in overloads(names)
-}
+_RULES: dict[object, Callable[[_Arguments], Form]] = {op: rule for names, rule in _TABLE for op in overloads(names)}

@@ -23,7 +23,5 @@ def insert_call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any
     like_val = like.meta["val"]
     fake = like_val[0] if isinstance(like_val, (list, tuple)) else like_val
     with fake.fake_mode, torch.no_grad():
-        node.meta["val"] = target(
-            *torch.fx.node.map_arg(args, value), **torch.fx.node.map_arg(kwargs, value)
-        )
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, value), **torch.fx.node.map_arg(kwargs, value))
     return node

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from cp_compile.errors import RefusedError
+from cp_compile.errors import RefusedError, user_line
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import is_tensor
 from cp_compile.passes.layouts import Axis, Sharded, Size, shape_of
@@ -80,9 +80,7 @@ def find_sequence(
     candidates = []
     for candidate in _candidates(module, context):
         found = reached({candidate.start: candidate.layout})
-        candidates.append(
-            replace(candidate, lengths=found.lengths, in_batch=found.in_batch, mixes=found.mixes)
-        )
+        candidates.append(replace(candidate, lengths=found.lengths, in_batch=found.in_batch, mixes=found.mixes))
     candidates = _wanted(candidates, context)
     if not candidates:
         raise _nothing(module)
@@ -95,6 +93,7 @@ def find_sequence(
         raise RefusedError(
             f"several inputs hold sequences of their own: {', '.join(names)}",
             f'say which one the ranks share: options={{"sequence": {min(starts)!r}}}',
+            line=user_line(groups[0][0].start),
         )
     return _seeds(groups[0])
 

@@ -91,6 +91,8 @@ def fits(model: nn.Module, batch: str) -> bool:
 def batch_of(entry: Entry, model: nn.Module, batch: str, length: int) -> dict[str, Any]:
     """The keyword arguments of one call: labels as the model's head takes them, and no cache."""
     arguments = BATCHES[batch](length)
+    if entry.head.endswith("Seq2SeqLM"):
+        arguments["labels"] = arguments["labels"].flip(1)  # a sequence of its own
     classes = int(entry.settings.get("num_labels", 0))
     if entry.head.endswith("ForSequenceClassification"):
         arguments["labels"] = torch.tensor([0, classes - 1])

@@ -70,7 +70,9 @@ def judge(entry: Entry, batch: str = "plain", length: int = 32, cp_size: int = 2
     if extra:
         arguments = EXTRAS[extra](model, arguments)
     try:
-        report = cp_compile.verify(_with_reference(model), kwargs=arguments, cp_size=cp_size, dynamic=False)
+        report = cp_compile.verify(
+            _with_reference(model), kwargs=arguments, cp_size=cp_size, dynamic=False, **entry.options
+        )
     except RefusedError as error:
         return Verdict(entry, title, length, cp_size, refused=str(error))
     except Exception as error:  # the others are still tried
@@ -78,9 +80,7 @@ def judge(entry: Entry, batch: str = "plain", length: int = 32, cp_size: int = 2
     worst = max(report.rows, key=lambda row: row.error)
     moves = {name: count for name, count in report.exchanges.forward.items() if name != "all_reduce"}
     least = least_bytes(entry, length, cp_size)
-    return Verdict(
-        entry, title, length, cp_size, worst.error, worst.name, moves, report.exchanges.moved, least
-    )
+    return Verdict(entry, title, length, cp_size, worst.error, worst.name, moves, report.exchanges.moved, least)
 
 
 def _with_reference(model: nn.Module) -> Callable[..., Any]:

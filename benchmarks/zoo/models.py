@@ -31,6 +31,7 @@ class Entry:
         without: batches that the model itself does not take.
         extras: whether the arguments that trainers add are tried with it.
         ready: what its user's script must say before compiling, as attributes of the model.
+        options: of the backend.
         refused: a pattern that the refusal matches, if this model is refused.
     """
 
@@ -47,6 +48,7 @@ class Entry:
     without: tuple[str, ...] = ()
     extras: bool = False
     ready: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     refused: str = ""
 
     @property
@@ -130,6 +132,9 @@ _FALCON = {"ffn_hidden_size": 48, **_NO_DROPOUT}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
 _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+_T5_BOTH = {**_T5, "decoder_start_token_id": 0}
+_DECODER = {"sequence": ("labels", 1)}
+_ENCODER = {"sequence": ("input_ids", 1)}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
 _LONG = {
     "rope_type": "longrope",
@@ -304,10 +309,26 @@ _TABLE = (
     _hybrid("RecurrentGemma", "RecurrentGemmaConfig", _RGEMMA),
     _encoder("BERT, tokens", "BertConfig", {**_BERT, "num_labels": 5}, "AutoModelForTokenClassification", **_MHA),
     _encoder("BERT, masked LM", "BertConfig", _BERT, "AutoModelForMaskedLM", **_MHA),
-    _encoder("ModernBERT, masked LM", "ModernBertConfig", {"local_attention": 8, **_WINDOW}, "AutoModelForMaskedLM", **_MHA),
-    _encoder("T5, tokens", "T5Config", {**_T5, "num_labels": 5, "classifier_dropout": 0.0}, "T5ForTokenClassification", **_MHA),
-    _encoder("T5", "T5Config", {**_T5, "decoder_start_token_id": 0}, "AutoModelForSeq2SeqLM", **_MHA, attentions=6),
+    _encoder(
+        "ModernBERT, masked LM", "ModernBertConfig", {"local_attention": 8, **_WINDOW}, "AutoModelForMaskedLM", **_MHA
+    ),
+    _encoder(
+        "T5, tokens",
+        "T5Config",
+        {**_T5, "num_labels": 5, "classifier_dropout": 0.0},
+        "T5ForTokenClassification",
+        **_MHA,
+    ),
+    _encoder("T5, decoder cut", "T5Config", _T5_BOTH, "AutoModelForSeq2SeqLM", **_MHA, attentions=0, options=_DECODER),
+    _encoder("T5, encoder cut", "T5Config", _T5_BOTH, "AutoModelForSeq2SeqLM", **_MHA, attentions=0, options=_ENCODER),
+    _encoder("T5, as it comes", "T5Config", _T5_BOTH, "AutoModelForSeq2SeqLM", refused=r'options=\{"sequence"'),
     _encoder("Llama, sequence classes", "LlamaConfig", {"num_labels": 3}, "AutoModelForSequenceClassification"),
-    _encoder("GPT-2, sequence classes", "GPT2Config", {**_GPT2, "num_labels": 3}, "AutoModelForSequenceClassification", **_MHA),
+    _encoder(
+        "GPT-2, sequence classes",
+        "GPT2Config",
+        {**_GPT2, "num_labels": 3},
+        "AutoModelForSequenceClassification",
+        **_MHA,
+    ),
 )
 MODELS = {entry.name: entry for entry in _TABLE}

@@ -95,9 +95,7 @@ def _triangular() -> list[Sample]:
         ((2, 1, 5, 5), (1, 4, 5, 4), True), ((4, 5, 5), (4, 5, 1), True),
     ]  # fmt: skip
     return [
-        _call(
-            reals(*a) / 4 + 2 * torch.eye(a[-1], dtype=torch.float64), reals(*b, seed=1), upper=upper, left=left
-        )
+        _call(reals(*a) / 4 + 2 * torch.eye(a[-1], dtype=torch.float64), reals(*b, seed=1), upper=upper, left=left)
         for a, b, left in shapes
         for upper in _BOTH
     ]

@@ -72,9 +72,7 @@ def _triangle(op: Op) -> Placement:
     return Placement((layout,), local=local)
 
 
-_ONE = (
-    "cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default topk.default glu.default"
-)
+_ONE = "cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default topk.default glu.default"
 RULES: dict[object, Rule] = {
     **dict.fromkeys(overloads(_ONE), _along_one),
     aten.tril.default: _triangle,

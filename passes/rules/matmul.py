@@ -91,8 +91,7 @@ def _over_a_shared(op: Op, labels: Mapping[int, Labels], out: Labels, cuts: Sequ
         for heads in (_heads_inside(op, labels, cuts, label), size):
             outer = None if heads is None else divide(size, heads)
             if outer is not None and isinstance(heads, int) and heads % op.cp_size == 0:
-                cut = Sharded(0, Axis.cut(heads, op.cp_size, "heads"), outer)
-                return _Cut(cuts[0].operand, cut, label)
+                return _Cut(cuts[0].operand, Sharded(0, Axis.cut(heads, op.cp_size, "heads"), outer), label)
     return None
 
 

@@ -200,7 +200,9 @@ def read_op(node: Node, layout_of: Callable[[Node], Layout], cp_size: int) -> Op
     vals = val if isinstance(val, (list, tuple)) else [val]
     outputs = tuple(shape_of(v) for v in vals if isinstance(v, torch.Tensor))
     fakes = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), FakeTensor)]
-    return Op(node.target, arguments, tuple(operands), outputs, cp_size, fakes[0].fake_mode if fakes else None, node.name)
+    return Op(
+        node.target, arguments, tuple(operands), outputs, cp_size, fakes[0].fake_mode if fakes else None, node.name
+    )
 
 
 def dims_as_labels(operand: Operand, *, blocked: Collection[int] = ()) -> list[Hashable]:

@@ -75,9 +75,9 @@ def graphs_of_model(model: nn.Module, arguments: dict[str, Any], cp_size: int) -
         program = build_program(graph_module, inputs, cp_size, group, Options(compiler="aot_eager"))
         programs.append(program.module)
         rank = torch.zeros((), dtype=torch.int64)
-        compiled = aot_autograd(
-            fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-        )(program.module, [*inputs, rank])
+        compiled = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)(
+            program.module, [*inputs, rank]
+        )
         return lambda *given: compiled(*given, rank)
 
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from cp_compile.errors import RefusedError
 from cp_compile.options import Options
 from cp_compile.simulate import Simulation, simulated_group
 from cp_compile.verify import relative_error
-from tests.ranks import Ranks, mean_over_ranks, whole
+from tests.ranks import Ranks, whole
 
 LLAMA = MODELS["Llama"]
 
