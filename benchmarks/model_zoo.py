@@ -137,9 +137,8 @@ def main() -> int:
     bad = [verdict for verdict in verdicts if not verdict.ok]
     for verdict in bad:
         where = f"{verdict.entry.name}, {verdict.batch}, {verdict.length} tokens, cp {verdict.cp_size}"
-        print(
-            f"NOT AS IT SHOULD BE: {where}: {verdict.refused or verdict.failed or f'{verdict.error:.1e} in {verdict.worst}'}"
-        )
+        what = verdict.refused or verdict.failed or f"{verdict.error:.1e} in {verdict.worst}"
+        print(f"NOT AS IT SHOULD BE: {where}: {what}")
     return bool(bad)
 
 

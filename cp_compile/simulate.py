@@ -43,7 +43,7 @@ def simulated_group(cp_size: int, rank: int = 0) -> Iterator[str]:
 class Exchanges:
     """Collectives of one forward and one backward, by name, and the bytes that a rank hands to them.
 
-    ``moved`` are the bytes of those that move slices; ``bytes`` has the sums (all-reduces of scalars, most of them) too.
+    ``moved`` are the bytes of those that move slices; ``bytes`` has the sums (all-reduces, most of scalars) too.
     """
 
     forward: dict[str, int]

@@ -1,4 +1,4 @@
-"""What the models are called with: token ids of two rows, plain, padded, packed, and the arguments that trainers add."""
+"""What the models are called with: token ids of two rows, plain, padded, packed, and what trainers add."""
 
 from __future__ import annotations
 

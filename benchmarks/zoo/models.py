@@ -128,10 +128,13 @@ _GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+_GPT2_CLASSES = {**_GPT2, "num_labels": 3}
+_MODERN = {"local_attention": 8, **_WINDOW}
 _FALCON = {"ffn_hidden_size": 48, **_NO_DROPOUT}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
 _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+_T5_TOKENS = {**_T5, "num_labels": 5, "classifier_dropout": 0.0}
 _T5_BOTH = {**_T5, "decoder_start_token_id": 0}
 _DECODER = {"sequence": ("labels", 1)}
 _ENCODER = {"sequence": ("input_ids", 1)}
@@ -268,7 +271,7 @@ _TABLE = (
     _call("GLM-4", "Glm4Config", _WIDTH),
     _call("Helium", "HeliumConfig", _WIDTH),
     _call("EXAONE-4", "Exaone4Config", _WINDOW),
-    _call("ModernBERT decoder", "ModernBertDecoderConfig", {"local_attention": 8, **_WINDOW}, **_MHA),
+    _call("ModernBERT decoder", "ModernBertDecoderConfig", _MODERN, **_MHA),
     _call("Llama, dynamic rope", "LlamaConfig", {"rope_parameters": _DYNAMIC}, refused='rope_type such as "yarn"'),
     _call("Llama, flex", "LlamaConfig", attention="flex_attention", refused='attn_implementation="sdpa"'),
     _hand("Gemma-2", "Gemma2Config", {**_WIDTH, **_WINDOW}),

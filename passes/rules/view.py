@@ -144,7 +144,7 @@ def _repeat(op: Op) -> Placement:
 
 
 def _repeat_interleave(op: Op) -> Placement:
-    """Each index several times in a row: more of what stands behind the axis. Without a dim, of the flattened tensor."""
+    """Each index several times in a row: more of what stands behind the axis; without a dim, flattened first."""
     operand = op.operands[0]
     layout = operand.layout
     if op["dim"] is None:

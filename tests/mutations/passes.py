@@ -20,6 +20,112 @@ def _of(file: str, *rows: tuple[str, str, str, str, tuple[str, ...]]) -> tuple[M
 
 MUTANTS: tuple[Mutant, ...] = (
     *_of(
+        "passes/outputs",
+        (
+            "partial sums as outputs",
+            "a sum that comes back is that of all ranks",
+            'context.options.outputs == "gathered":\n            wants.append(WHOLE)',
+            'context.options.outputs == "gathered":\n            wants.append(layout)',
+            model("no pads"),
+        ),
+        (
+            "windows as outputs",
+            "rows that come back are torch's own chunks",
+            "axis = Axis.cut(layout.axis.size, context.cp_size, layout.axis.name)",
+            "axis = layout.axis",
+            ("tests/properties/test_found.py::test_a_sliced_output",),
+        ),
+        (
+            "a cache comes back",
+            "keys and values among the outputs are refused",
+            'if isinstance(node.meta["cp_shown"][0], Sharded):',
+            "if False:",
+            ("tests/zoo/test_users.py::test_a_cache_among_the_outputs_is_refused[Llama]",),
+        ),
+    ),
+    *_of(
+        "passes/masks",
+        (
+            "windows are causal",
+            "only j <= i is causal",
+            "elif mask.holds == _causal(mask) and",
+            "elif mask.holds is not None and",
+            ("tests/passes/test_masks.py::test_other_masks_stay",),
+        ),
+        (
+            "one row for all",
+            "a causal mask has a row for each query",
+            " and _is_full(node, mask)",
+            "",
+            ("tests/passes/test_masks.py::test_fewer_queries_than_keys",),
+        ),
+    ),
+    *_of(
+        "passes/positions",
+        (
+            "less is at most",
+            "integers that are less are less by one",
+            '("lt.Tensor lt.Scalar", _compared(lambda a, b: [b - a - 1]))',
+            '("lt.Tensor lt.Scalar", _compared(lambda a, b: [b - a]))',
+            ("tests/passes/test_masks.py::test_the_form_of_a_value_is_the_value[lt]",),
+        ),
+        (
+            "true somewhere",
+            "a condition is dropped where it holds at every index",
+            "if known_true(fake_mode, sympy.Ge(low, 0)):",
+            "if known_true(fake_mode, sympy.Ge(high, 0)):",
+            ("tests/passes/test_masks.py::test_the_form_of_a_value_is_the_value[window]",),
+        ),
+        (
+            "from outside",
+            "an index that is looked up lies inside",
+            "if not all(known_true(a.fake_mode, each) for each in inside):",
+            "if False:",
+            ("tests/passes/test_masks.py::test_what_is_not_affine_has_no_form[outside, from the end]",),
+        ),
+        (
+            "pieces by their first row",
+            "pieces of several rows are told apart",
+            "one_row = same(start - before_start, 1)",
+            "one_row = True",
+            ("tests/passes/test_masks.py::test_the_form_of_a_value_is_the_value[joined, alike at first]",),
+        ),
+    ),
+    *_of(
+        "passes/repeats",
+        (
+            "repeats of any order",
+            "heads are repeated one by one, and not all of them in turn",
+            " or not all(same(a, b) for a, b in zip(out, merged))",
+            "",
+            ("tests/passes/test_repeats.py::test_not_a_repeat_of_heads",),
+        ),
+        (
+            "moved behind everything",
+            "a repeat stays in front of what mixes heads",
+            "if moved or placement.deliver or placement.local is not None:",
+            "if False:",
+            ("tests/passes/test_repeats.py::test_not_moved_behind_what_does",),
+        ),
+    ),
+    *_of(
+        "passes/hoist",
+        (
+            "one use decides for all",
+            "heads that another use wants as they were stay so",
+            "if len(wanted) != 1 or",
+            "if len(wanted) == 0 or",
+            ("tests/passes/test_repeats.py::test_heads_that_are_used_elsewhere_too",),
+        ),
+        (
+            "few heads are cut",
+            "ranks are given the heads that their queries use",
+            "if heads % cp_size == 0:",
+            "if heads > 1:",
+            ("tests/passes/test_repeats.py::test_exact_and_no_more_than_is_needed[2-expand-False]",),
+        ),
+    ),
+    *_of(
         "passes/place",
         (
             "run whole without a rule",
@@ -34,20 +140,6 @@ MUTANTS: tuple[Mutant, ...] = (
             'gather = context.options.fallback == "gather" or',
             "gather = True or",
             ("tests/properties/test_found.py::test_what_no_rule_gathers_is_refused",),
-        ),
-        (
-            "partial sums as outputs",
-            "a sum that comes back is that of all ranks",
-            'context.options.outputs == "gathered":\n            wants.append(WHOLE)',
-            'context.options.outputs == "gathered":\n            wants.append(layout)',
-            model("no pads"),
-        ),
-        (
-            "windows as outputs",
-            "rows that come back are torch's own chunks",
-            "axis = Axis.cut(layout.axis.size, context.cp_size, layout.axis.name)",
-            "axis = layout.axis",
-            ("tests/properties/test_found.py::test_a_sliced_output",),
         ),
         (
             "an update of this rank",
@@ -66,6 +158,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "passes/sequence",
+        (
+            "attention alone",
+            "a model without attention has the sequence that its scans mix",
+            "if without_attention and",
+            "if False and",
+            ("tests/zoo/test_models.py::test_exact[Mamba-2-plain-29-4]",),
+        ),
         (
             "the first of several",
             "several inputs with sequences of their own are refused",

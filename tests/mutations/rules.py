@@ -18,6 +18,72 @@ def _of(name: str, *rows: tuple[str, str, str, str, tuple[str, ...]]) -> tuple[M
 
 MUTANTS: tuple[Mutant, ...] = (
     *_of(
+        "experts",
+        (
+            'falling order',
+            'keys rise',
+            ' or op["descending"]',
+            '',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[in falling order]',),
+        ),
+        (
+            'any numbers',
+            'keys count from 0',
+            ' or not _is_choice(keys.node)',
+            '',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[of other numbers]',),
+        ),
+        (
+            'counts for ends',
+            'groups end where the counts add up to',
+            'have.role == "ends" and',
+            'have.role in ("ends", "counts") and',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[counts as ends]',),
+        ),
+        (
+            'wide bins',
+            'a bin holds one key',
+            'if not torch.equal(numbers, torch.ones(bins, dtype=torch.float64)):',
+            'if False:',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[bins of two]',),
+        ),
+        (
+            'any divisor',
+            "a row's token is its place over the choices",
+            'inner = divide(into.inner, by)',
+            'inner = into.inner',
+            ('tests/passes/test_experts.py::test_exact_and_nothing_is_sent[the idiom of transformers]',),
+        ),
+        (
+            'back by the order itself',
+            'rows come back by the inverse',
+            'if by.role == "inverse" and',
+            'if by.role in ("inverse", "places") and',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[the wrong way back]',),
+        ),
+        (
+            'any numbers on the way back',
+            'the inverse counts from 0 by 1',
+            'if not _counts_up(values, index.shape[0]):',
+            'if False:',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[counted down on the way back]',),
+        ),
+        (
+            'mixed with others',
+            'what is done to sorted rows is done to each',
+            'if sliced or not kept or placement.deliver or',
+            'if not kept or',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[a table by the order]',),
+        ),
+        (
+            'places as numbers',
+            'a place is a number of this rank',
+            'o.layout.role not in ("rows", "keys")',
+            'o.layout.per_key',
+            ('tests/passes/test_experts.py::test_anything_else_is_refused[the place itself]',),
+        ),
+    ),
+    *_of(
         "op",
         (
             "a summed label survives",
@@ -88,6 +154,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "view",
+        (
+            "repeated rows of one sequence",
+            "a repeat of several rows stands in front of the axis",
+            "outer = layout.outer * repeats[layout.dim + offset]",
+            "outer = layout.outer",
+            rule("repeat.default"),
+        ),
         (
             "elements in front forgotten",
             "an axis behind another dim",
@@ -343,6 +416,20 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "matmul",
         (
+            "right-hand sides in the wrong dim",
+            "the sides of a solve stand behind its rows",
+            'side: list[Hashable] = [None, "side"] if op["left"] else ["side", None]',
+            'side: list[Hashable] = ["side", None] if op["left"] else [None, "side"]',
+            rule("linalg_solve_triangular.default"),
+        ),
+        (
+            "heads that are folded away",
+            "heads inside the batch are exchanged, and no scores",
+            "for heads in (_heads_inside(op, labels, cuts, label), size):",
+            "for heads in (size,):",
+            ("tests/zoo/test_counts.py::test_keys_and_values_travel_with_their_own_heads[Bloom-2]",),
+        ),
+        (
             "pads in a contraction",
             "pads are left out of a sum",
             "    if not cut.axis.has_pads(op.cp_size):\n",
@@ -436,6 +523,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "reduction",
+        (
+            "pads are counted",
+            "a histogram counts real elements",
+            "return Placement((Partial(),), local=local if has_pads else None)",
+            "return Placement((Partial(),))",
+            rule("histc.default"),
+        ),
         (
             "reduced on each rank",
             "a reduction runs over the whole axis",
@@ -561,6 +655,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "indexing",
+        (
+            "what was there counts on each rank",
+            "sums over ranks hold what was there once",
+            "first = edit.call(aten.eq.Scalar, edit.rank, 0)",
+            "first = edit.call(aten.ge.Scalar, edit.rank, 0)",
+            rule("scatter_add.default"),
+        ),
         (
             "features are rows",
             "which dim of the output the indices have",

@@ -82,6 +82,7 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "joined": lambda: torch.cat([torch.arange(2) + 7, torch.arange(S)]),
     "joined and cut in the second": lambda: torch.cat([torch.arange(2), torch.arange(S)])[3:],
     "joined and cut across": lambda: torch.cat([torch.arange(2) + 7, torch.arange(S)])[1:-1] + 1,
+    "joined, alike at first": lambda: torch.cat([torch.arange(3), torch.zeros(S, dtype=torch.int64)]),
     "steps": lambda: torch.diff(torch.arange(S), prepend=torch.arange(1) - 1),
     "one document": one_document,
     "documents looked up": looked_up,
