@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import is_tensor, schema_arguments
-from cp_compile.passes.layouts import shape_of
 from cp_compile.passes.positions import Form, Positions, index
 from cp_compile.passes.rules.attention import is_attention
 
@@ -40,20 +39,14 @@ def _name(node: Node, mask: Form) -> None:
     arguments = schema_arguments(node)
     if mask.holds == frozenset():
         _replace_mask(node, is_causal=arguments["is_causal"])
-    elif mask.holds == _causal(mask) and not arguments["is_causal"] and _is_full(node, mask):
+    elif mask.holds == _causal(mask) and not arguments["is_causal"]:
         _replace_mask(node, is_causal=True)
 
 
 def _causal(mask: Form) -> frozenset[object]:
-    """``j <= i``, counted from the top left, as ``is_causal`` does."""
+    """``j <= i``, counted from the top left, as ``is_causal`` does. One row for all queries has no ``i``."""
     ndim = len(mask.shape)
     return frozenset([index(ndim - 2) - index(ndim - 1)]) if ndim >= 2 else frozenset()
-
-
-def _is_full(node: Node, mask: Form) -> bool:
-    """Whether the mask has a row for each query and a column for each key."""
-    query, key = (shape_of(schema_arguments(node)[name].meta["val"]) for name in ("query", "key"))
-    return mask.shape[-2:] == (query[-2], key[-2])
 
 
 def _replace_mask(node: Node, is_causal: bool) -> None:

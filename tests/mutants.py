@@ -32,7 +32,7 @@ from rich.table import Column, Table  # noqa: E402
 from tests.mutations import MUTANTS  # noqa: E402
 from tests.mutations.mutant import Mutant  # noqa: E402
 
-_COPIED = ("cp_compile", "passes", "tests", "pyproject.toml")
+_COPIED = ("cp_compile", "passes", "tests", "benchmarks", "pyproject.toml")
 
 
 def copy_tree(target: Path) -> None:
@@ -70,7 +70,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
     torch.set_num_threads(1)
     os.chdir(tree)
     sys.path[0] = str(tree)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "cp_compile")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "benchmarks", "cp_compile")]:
         del sys.modules[name]
     first, output = First(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):

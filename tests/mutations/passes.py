@@ -53,11 +53,11 @@ MUTANTS: tuple[Mutant, ...] = (
             ("tests/passes/test_masks.py::test_other_masks_stay",),
         ),
         (
-            "one row for all",
-            "a causal mask has a row for each query",
-            " and _is_full(node, mask)",
-            "",
-            ("tests/passes/test_masks.py::test_fewer_queries_than_keys",),
+            "under causal already",
+            "a mask under is_causal is not read as causal alone",
+            "_replace_mask(node, is_causal=arguments[\"is_causal\"])",
+            "_replace_mask(node, is_causal=True)",
+            ("tests/passes/test_masks.py::test_causal_and_full_masks_are_named",),
         ),
     ),
     *_of(
