@@ -42,6 +42,7 @@ class Context:
         options: the user's options.
         prologue: nodes that stand once per graph, by what they compute.
         outputs: how each output comes back; filled by ``place``.
+        whole_sorts: names of sorts that no rank can make of its own rows alone; filled by ``place``.
         seeds: where the sequence starts; ``None``: ``place`` finds it.
         inputs: the layouts of the inputs, one each, if the graph is the body of a custom autograd function: they are
             local values, and what comes out stays as it is.
@@ -52,5 +53,6 @@ class Context:
     options: Options = field(default_factory=Options)
     prologue: dict[tuple[Any, ...], Node] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
+    whole_sorts: set[str] = field(default_factory=set)
     seeds: dict[Node, Sharded] | None = None
     inputs: tuple[Layout, ...] | None = None

@@ -48,7 +48,7 @@ def place(module: GraphModule, context: Context) -> GraphModule:
     if seeds is None:
         seeds = find_sequence(module, context, lambda seeds: attentions_reached(module, seeds, context))
     number = 0
-    for node, (placement, operands) in _propagate(module, seeds, context, refuse=True):
+    for node, (placement, operands) in _placements(module, seeds, context):
         node.meta["cp_layout"] = placement.out
         node.meta["cp_shown"] = placement.deliver or placement.out
         node.meta["cp_wants"] = tuple(placement.wants[i] for i in range(len(operands)))
@@ -63,6 +63,20 @@ def place(module: GraphModule, context: Context) -> GraphModule:
         output = module.graph.output_node()
         output.meta["cp_wants"] = tuple(value.meta["cp_layout"][0] for value in tensor_inputs(output))
     return module
+
+
+class _OwnOrder(Exception):  # noqa: N818 - what a sort of each rank's own is used for takes the sort of all
+    def __init__(self, sorts: set[str]) -> None:
+        self.sorts = sorts
+
+
+def _placements(module: GraphModule, seeds: Seeds, context: Context) -> list[tuple[Node, tuple[Placement, list[Node]]]]:
+    """The placement of each node. A sort that no rank can make of its own rows is made whole, with the user's leave."""
+    while True:
+        try:
+            return list(_propagate(module, seeds, context, refuse=True))
+        except _OwnOrder as found:
+            context.whole_sorts.update(found.sorts)
 
 
 def attentions_reached(module: GraphModule, seeds: Seeds, context: Context) -> Reached:
@@ -99,6 +113,8 @@ def _propagate(
                 )
             elif not refuse:
                 placement = _whole(node, operands)
+            elif (sorts := _sorts(operands, shown)) and context.options.fallback == "gather":
+                raise _OwnOrder(sorts) from None
             else:
                 placement = _gathered(node, operands, found, context)
         wants = {i: placement.wants.get(i, shown[source][0]) for i, source in enumerate(operands)}
@@ -108,6 +124,11 @@ def _propagate(
         own[node] = placement.out
         shown[node] = placement.deliver or placement.out
         yield node, (placement, operands)
+
+
+def _sorts(operands: list[Node], shown: Mapping[Node, tuple[Layout, ...]]) -> set[str]:
+    """The sorts in whose order, on each rank, operands stand."""
+    return {layout.order for source in operands for layout in shown[source] if isinstance(layout, Local)}
 
 
 def _place_node(
@@ -150,7 +171,10 @@ def _place_node(
         raise no_draw(op)
     if rule is None:
         raise NoRule(f"{op.name} has no rule for a value whose {_cut_name(op)} is cut over the ranks")
-    return rule(op)
+    placement = rule(op)
+    if node.name in context.whole_sorts:
+        raise NoRule(f"{op.name} whose result is not used row by row")
+    return placement
 
 
 def _check_moves(

@@ -158,6 +158,15 @@ def test_anything_else_is_refused(name: str) -> None:
     assert "test_experts.py" in refused.value.line
 
 
+@pytest.mark.parametrize(
+    "name", ["in falling order", "the place itself", "a shift of the order", "ends of all", "the wrong way back"]
+)
+def test_anything_else_is_exact_by_gathering(name: str) -> None:
+    """With the user's leave, the sort is that of all tokens on every rank."""
+    report = verify(lm(**REFUSED[name][0]), [tokens(), tokens(seed=2)], cp_size=4, fallback="gather")
+    assert report.ok, report
+
+
 def test_of_any_length() -> None:
     torch._dynamo.reset()
     report = verify(lm(), [tokens(), tokens(seed=2)], cp_size=2, dynamic=True)
