@@ -61,7 +61,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *_of(
-        "passes/positions",
+        "passes/positions/logic",
         (
             "less is at most",
             "integers that are less are less by one",
@@ -69,6 +69,9 @@ MUTANTS: tuple[Mutant, ...] = (
             '("lt.Tensor lt.Scalar", _compared(lambda a, b: [b - a]))',
             ("tests/passes/test_masks.py::test_the_form_of_a_value_is_the_value[lt]",),
         ),
+    ),
+    *_of(
+        "passes/positions/forms",
         (
             "true somewhere",
             "a condition is dropped where it holds at every index",
@@ -77,18 +80,21 @@ MUTANTS: tuple[Mutant, ...] = (
             ("tests/passes/test_masks.py::test_the_form_of_a_value_is_the_value[window]",),
         ),
         (
-            "from outside",
-            "an index that is looked up lies inside",
-            "if not all(known_true(a.fake_mode, each) for each in inside):",
-            "if False:",
-            ("tests/passes/test_masks.py::test_what_is_not_affine_has_no_form[outside, from the end]",),
-        ),
-        (
             "pieces by their first row",
             "pieces of several rows are told apart",
             "one_row = same(start - before_start, 1)",
             "one_row = True",
             ("tests/passes/test_masks.py::test_the_form_of_a_value_is_the_value[joined, alike at first]",),
+        ),
+    ),
+    *_of(
+        "passes/positions/views",
+        (
+            "from outside",
+            "an index that is looked up lies inside",
+            "if not all(known_true(a.fake_mode, each) for each in inside):",
+            "if False:",
+            ("tests/passes/test_masks.py::test_what_is_not_affine_has_no_form[outside, from the end]",),
         ),
     ),
     *_of(
