@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from cp_compile._compat import FakeTensor, enable_python_dispatcher, equal_in_this_run, known_true
+from cp_compile._compat import FakeTensor, enable_python_dispatcher
 from cp_compile.errors import InvariantError, user_line
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import COLLECTIVES, schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import Sharded, Size, local_shape, same, shape_of
+from cp_compile.passes.layouts import Sharded, equal, local_shape, shape_of
 from cp_compile.passes.moves import next_move
 from cp_compile.passes.rules.attention import is_attention
 
@@ -77,8 +76,8 @@ def check(module: GraphModule, context: Context) -> GraphModule:
     for node, value in values.items():
         if isinstance(value, torch.Tensor) and node in expected:
             shape = shape_of(value)
-            equal = (_equal(a, b, fake_mode) for a, b in zip(shape, expected[node]))
-            if len(shape) != len(expected[node]) or not all(equal):
+            agree = (equal(a, b, fake_mode) for a, b in zip(shape, expected[node]))
+            if len(shape) != len(expected[node]) or not all(agree):
                 layout = node.meta["cp_layout"][0]
                 raise InvariantError(
                     f"{node} has the local shape {list(shape)}, and as {layout} it should have {list(expected[node])} "
@@ -90,14 +89,6 @@ def check(module: GraphModule, context: Context) -> GraphModule:
                 )
         node.meta["val"] = value
     return module
-
-
-def _equal(a: Size, b: Size, fake_mode: Any) -> bool:
-    """Whether two sizes are equal: in every run, or as far as can be told, in the one that is being compiled."""
-    if same(a, b):
-        return True
-    known = known_true(fake_mode, sympy.Eq(a, b))
-    return equal_in_this_run(fake_mode, a, b) if known is None else known
 
 
 def _check_attention(node: Node) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, Union
 import sympy
 import torch
 
-from cp_compile._compat import FloorDiv
+from cp_compile._compat import FloorDiv, equal_in_this_run, known_true
 
 __all__ = [
     "WHOLE",
@@ -25,7 +25,9 @@ __all__ = [
     "carried_cut",
     "carrier",
     "ceil_div",
+    "dim_size",
     "divide",
+    "equal",
     "local_shape",
     "product",
     "same",
@@ -57,6 +59,14 @@ def same(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
+
+
+def equal(a: Size, b: Size, fake_mode: Any) -> bool:
+    """Whether two sizes are equal: in every run, or as far as can be told, in the one that is being compiled."""
+    if same(a, b):
+        return True
+    known = known_true(fake_mode, sympy.Eq(a, b))
+    return equal_in_this_run(fake_mode, a, b) if known is None else known
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -253,6 +263,13 @@ class Local:
 
 Layout: TypeAlias = Union[Whole, Sharded, PerQueryHead, Partial, Local]
 WHOLE = Whole()
+
+
+def dim_size(layout: Layout) -> Size | None:
+    """The size of ``layout.dim`` in the global view; ``None``: no dim is cut, or it is heads that ranks share."""
+    if isinstance(layout, Sharded):
+        return layout.size
+    return layout.rows.size if isinstance(layout, Local) and not layout.per_key else None
 
 
 def local_shape(shape: Sequence[Size], layout: Layout) -> tuple[Size, ...]:

@@ -86,7 +86,8 @@ def _grows(value: Node) -> bool:
 def _comes_back(attention: Node, returned: list[Node]) -> bool:
     """Whether both keys and values of an attention are among the outputs."""
     arguments = schema_arguments(attention)
-    return all(not set(returned).isdisjoint(_back(arguments[name])) for name in ("key", "value"))
+    keys, values = (set(returned).intersection(_back(arguments[name])) for name in ("key", "value"))
+    return any(key is not value for key in keys for value in values)
 
 
 def _back(node: Any) -> Iterator[Node]:

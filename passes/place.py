@@ -22,7 +22,18 @@ from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context
 from cp_compile.passes.custom_function import CUSTOM_FUNCTION, keeps_sums, place_function
 from cp_compile.passes.editor import schema_arguments, tensor_inputs
-from cp_compile.passes.layouts import WHOLE, Layout, Local, Partial, PerQueryHead, Sharded, Whole, shape_of
+from cp_compile.passes.layouts import (
+    WHOLE,
+    Layout,
+    Local,
+    Partial,
+    PerQueryHead,
+    Sharded,
+    Whole,
+    dim_size,
+    equal,
+    shape_of,
+)
 from cp_compile.passes.moves import can_move
 from cp_compile.passes.outputs import place_outputs
 from cp_compile.passes.rules import RULES
@@ -155,7 +166,9 @@ def _place_node(
             placement=False,
         )
     if any(isinstance(operand.layout, Local) for operand in op.operands):
-        return follows_order(op)
+        placement = follows_order(op)
+        _check_sizes(op, placement)
+        return placement
     if context.inputs is not None and keeps_sums(op):
         return Placement((Partial(),), {0: Partial()})
     if not any(isinstance(operand.layout, (Sharded, PerQueryHead)) for operand in op.operands):
@@ -172,9 +185,22 @@ def _place_node(
     if rule is None:
         raise NoRule(f"{op.name} has no rule for a value whose {_cut_name(op)} is cut over the ranks")
     placement = rule(op)
+    _check_sizes(op, placement)
     if node.name in context.whole_sorts:
         raise NoRule(f"{op.name} whose result is not used row by row")
     return placement
+
+
+def _check_sizes(op: Op, placement: Placement) -> None:
+    """A cut dim is as long as its layout says, of what goes in and of what comes out."""
+    wanted = [(op.operands[i].shape, want) for i, want in placement.wants.items()]
+    for shape, layout in [*wanted, *zip(op.outputs, placement.out, strict=True)]:
+        size = dim_size(layout)
+        if size is not None and not equal(shape[layout.dim], size, op.fake_mode):  # type: ignore[union-attr]
+            raise NoRule(
+                f"{op.name} of a dim of {shape[layout.dim]} where {layout} has {size}",  # type: ignore[union-attr]
+                placement=not isinstance(layout, Local),
+            )
 
 
 def _check_moves(

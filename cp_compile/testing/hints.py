@@ -383,7 +383,9 @@ HINTS: dict[str, Callable[[], Iterable[Sample]]] = {
     "einsum": _einsums,
     "linalg_solve_triangular": _triangular,
     "histc": lambda: [
-        Sample((reals(*shape), 4, low, high), fixed=(0,)) for shape in ((5,), (2, 5)) for low, high in ((-1, 1), (0, 0))
+        Sample((reals(*shape), 4, low, high), fixed=(0,))
+        for shape in ((5,), (2, 5))
+        for low, high in ((-1, 1), (-1e17, 1e17), (0, 0))
     ],
     # norms
     "layer_norm": lambda: [_call(X, [4]), _call(X, [4], reals(4), reals(4, seed=1)), _call(X, [5, 4])],

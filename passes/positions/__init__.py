@@ -55,6 +55,6 @@ class Positions:
         args = Arguments(node, self._known, shape_of(val))
         try:
             form = rule(args)
-            return None if form is None else simplified(form, val.fake_mode)
+            return None if form is None else simplified(form, val.fake_mode, val.dtype)
         except NoForm:
             return None

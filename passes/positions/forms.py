@@ -96,8 +96,12 @@ class Arguments:
         return size_of(val)  # type: ignore[arg-type]
 
 
-def simplified(form: Form, fake_mode: Any) -> Form:
-    """Without what the range of the indices says already."""
+def simplified(form: Form, fake_mode: Any, dtype: torch.dtype) -> Form:
+    """Without what the range of the indices says already.
+
+    Raises:
+        NoForm: an integer may be none that ``dtype`` holds.
+    """
     zero = {index(dim): 0 for dim, size in enumerate(form.shape) if size == 1}
     if not form.is_bool:
         pieces = [(start, sympy.sympify(e).subs(zero)) for start, e in form.number]
@@ -110,6 +114,8 @@ def simplified(form: Form, fake_mode: Any) -> Form:
                 merged[-1] = (before_start, expression)
             elif not same(before, expression):
                 merged.append((start, expression))
+        if not all(_fits(e, form.shape, dtype) for _, e in merged):
+            raise NoForm
         return Form(form.shape, tuple(merged), form.along)
     if form.holds is None:
         return form
@@ -123,6 +129,18 @@ def simplified(form: Form, fake_mode: Any) -> Form:
             return Form(form.shape, holds=None, is_bool=True)
         left.add(expression)
     return Form(form.shape, holds=frozenset(left), is_bool=True)
+
+
+def _fits(expression: sympy.Expr, shape: Sequence[Size], dtype: torch.dtype) -> bool:
+    """Whether an expression is an integer that does not wrap. No dim of a tensor has ``2 ** 40`` elements."""
+    for end in bounds(sympy.expand(expression), shape):
+        terms = end.as_coefficients_dict()
+        if not all(factor.is_Integer for factor in terms.values()):
+            return False
+        most = sum(abs(factor) * term.subs(dict.fromkeys(term.free_symbols, 2**40)) for term, factor in terms.items())
+        if not most.is_number or most > torch.iinfo(dtype).max:
+            return False
+    return True
 
 
 def bounds(expression: sympy.Expr, shape: Sequence[Size]) -> tuple[sympy.Expr, sympy.Expr]:

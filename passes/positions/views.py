@@ -118,7 +118,8 @@ def _select(a: Arguments) -> Form:
 
 
 def _cat(a: Arguments) -> Form:
-    forms = a["tensors"]
+    # One that is empty and has one dim is skipped, whatever the others are (the start of a cache).
+    forms = [form for form in a["tensors"] if form.shape != (0,)]
     dim = wrap(a["dim"], len(a.shape))
     pieces: list[tuple[Size, sympy.Expr]] = []
     start: Size = 0

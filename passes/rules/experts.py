@@ -21,7 +21,8 @@ import torch
 from torch.fx import Node
 
 from cp_compile.passes.layouts import WHOLE, Axis, Layout, Local, Sharded, Size, divide, same, size_of
-from cp_compile.passes.rules import matmul, normalisation, pieces, pointwise, view
+from cp_compile.passes.rules import along as along_dims
+from cp_compile.passes.rules import matmul, normalisation, pieces, pointwise, reduction, view
 from cp_compile.passes.rules.along import along
 from cp_compile.passes.rules.op import NoRule, Op, Operand, Placement, Rule, wrap
 
@@ -43,7 +44,8 @@ _COPIES = (
     aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default,
 )  # fmt: skip
 _TOKEN_WISE: Mapping[object, Rule] = {
-    **pointwise.RULES, **view.RULES, **pieces.RULES, **matmul.RULES, **normalisation.RULES,
+    **pointwise.RULES, **view.RULES, **pieces.RULES, **matmul.RULES, **normalisation.RULES, **reduction.RULES,
+    **along_dims.RULES,
 }  # fmt: skip
 _REMEDY = (
     "sort tokens by expert, look their rows up, multiply them group by group, and put them back by the inverse "
@@ -104,9 +106,8 @@ def _token_wise(op: Op) -> Placement:
     """An op that runs through the rows one by one: its rule says so of a cut of them that has no pads."""
     local = [operand for operand in op.operands if isinstance(operand.layout, Local)]
     first: Any = local[0].layout
-    copies = op.target in _COPIES
-    if copies and len(local) == 1:
-        return Placement((first,))
+    if op.target in _COPIES and len(local) == 1:
+        return _copied(op, first)
     if any(o.layout.order != first.order or o.layout.role not in ("rows", "keys") for o in local):  # type: ignore[union-attr]
         if op.target in _EMPTY and not first.per_key:
             return Placement((replace(first, role="rows", into=None),))
@@ -118,12 +119,25 @@ def _token_wise(op: Op) -> Placement:
     as_cut: dict[int, Layout] = {o.index: Sharded(o.layout.dim, axis) for o in local}  # type: ignore[union-attr]
     placement = rule(op.with_layouts(as_cut))
     sliced = [i for i, want in placement.wants.items() if want != as_cut.get(i, WHOLE)]
-    kept = all(isinstance(out, Sharded) and out.axis == axis for out in placement.out)
+    kept = all(isinstance(out, Sharded) and out.axis == axis and out.pure for out in placement.out)
     if sliced or not kept or placement.deliver or (placement.local and op.target not in view.RULES):
         raise _refused(op, f"mixes rows that each rank has sorted ({first.order}) with others")
     outs = tuple(Local("rows", first.order, first.rows, out.dim) for out in placement.out)  # type: ignore[union-attr]
     wants: dict[int, Layout] = {o.index: o.layout if isinstance(o.layout, Local) else WHOLE for o in op.operands}
     return Placement(outs, wants, local=placement.local)
+
+
+def _copied(op: Op, layout: Local) -> Placement:
+    """Numbers that wrap or are rounded are not those of the sort."""
+    dtype = op.arguments.get("dtype") or op.operands[0].dtype
+    exact: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+    if layout.role in ("keys", "counts", "ends"):
+        exact += (torch.float32, torch.float64)
+    if layout.role == "rows" or dtype in exact:
+        return Placement((layout,))
+    if layout.role != "keys":
+        raise _refused(op, f"to {dtype} of a value that is {layout}")
+    return Placement((replace(layout, role="rows"),))
 
 
 _EMPTY = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
@@ -208,7 +222,7 @@ def _grouped(op: Op) -> Placement | None:
 
 
 def _inverse(op: Op) -> Placement | None:
-    """``inverse[perm] = arange(n)``, ``scatter(inverse, 0, perm, arange(n))`` and ``argsort(perm)``."""
+    """``inverse[perm] = arange(n)``, also by ``scatter``, and ``argsort(perm)``; ``y[perm] = rows``."""
     if op.target in _ARGSORTS:
         return _of_permutation(op["self"], op["self"].layout, None) if not op["descending"] else None
     if op.target is aten.scatter.src:
@@ -217,9 +231,22 @@ def _inverse(op: Op) -> Placement | None:
         if len(op["indices"]) != 1 or op["accumulate"]:
             return None
         index, values = op["indices"][0], op["values"]
-    if not _counts_up(values, index.shape[0]):
+    if isinstance(index.layout, Local) and values.layout == Local("rows", index.layout.order, index.layout.rows):
+        return _put_back(op, index, values)
+    if not _counts_up(values, index.shape[0]) or not same(op["self"].shape[0], index.shape[0]):
         return None
     return _of_permutation(index, index.layout, op)
+
+
+def _put_back(op: Op, index: Operand, rows: Operand) -> Placement | None:
+    """``y[perm] = rows``: every row is put to its place, whatever stood there."""
+    layout, target = index.layout, op["self"]
+    if op.target is aten.scatter.src or not isinstance(layout, Local) or layout.role != "places":
+        return None
+    if layout.into != layout.rows or not same(target.shape[0], index.shape[0]):
+        return None
+    have = target.layout if isinstance(target.layout, Local) else layout.rows
+    return Placement((layout.rows,), {target.index: have, index.index: layout, rows.index: rows.layout})
 
 
 def _of_permutation(index: Operand, layout: Layout, op: Op | None) -> Placement | None:

@@ -159,7 +159,8 @@ def _histogram(op: Op) -> Placement:
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
         real = edit.real(layout, operand.ndim)  # type: ignore[arg-type]
-        x = edit.call(aten.where.ScalarOther, real, args["self"], math.floor(op["min"]) - 1)
+        low = float("-inf") if operand.dtype.is_floating_point else math.floor(op["min"]) - 1
+        x = edit.call(aten.where.ScalarOther, real, args["self"], low)
         return edit.call_like(node, {**args, "self": x})
 
     if not isinstance(layout, Sharded):

@@ -90,6 +90,17 @@ def twice(rows: Tensor, moe: Experts, ids: Tensor, perm: Tensor) -> Tensor:
     return rows * (1 + ids[:, None]) + (perm % moe.choices)[:, None] + F.rms_norm(rows, (WIDTH,))
 
 
+def by_places(rows: Tensor, perm: Tensor, places: Tensor, flat: Tensor, choices: int) -> Tensor:
+    back = torch.zeros_like(rows)
+    back[perm] = rows
+    return back.unflatten(0, (-1, choices)).sum(1)
+
+
+def by_hand(rows: Tensor, moe: Experts, **_: Any) -> Tensor:
+    """A norm and a scan over the features."""
+    return rows * (rows.square().mean(-1, keepdim=True) + 1e-6).rsqrt() + rows.cumsum(-1)
+
+
 EXACT: dict[str, Any] = {
     "the idiom of transformers": {},
     "one choice": {"choices": 1},
@@ -97,6 +108,8 @@ EXACT: dict[str, Any] = {
     "bins of one": {"ends": lambda o, ids: torch.histc(o.double(), EXPERTS, 0, EXPERTS).cumsum(0, dtype=torch.int32)},
     "inverse by argsort": {"back": by_argsort},
     "inverse by scatter": {"back": by_scatter},
+    "put to its place": {"back": by_places},
+    "norm and scan by hand": {"between": by_hand},
     "added to its token": {"back": by_addition},
     "added, one choice": {"back": by_addition, "choices": 1},
     "divided with rounding": {"tokens": lambda perm, k: torch.div(perm, k, rounding_mode="floor")},
@@ -133,6 +146,32 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+# Ways back into more rows than there are tokens: (rows, the order) -> all rows.
+LONGER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added to twice as many": lambda x, p: torch.zeros(2 * len(x), DIM).to(x).index_add(0, p, x[p])[: len(x)],
+    "an inverse of more": lambda x, p: x[p][torch.zeros(len(x) + 4).to(p).index_put((p,), torch.arange(len(x)))][4:],
+    "put among more": lambda x, p: torch.zeros(len(x) + 3, DIM).to(x).index_put((p,), x[p])[3:],
+    "repeated": lambda x, p: x[p].repeat_interleave(2, 0)[p.argsort()],
+    "cut into more": lambda x, p: x[p].reshape(-1, DIM // 2)[p.argsort()].repeat(1, 2),
+    "a longer table": lambda x, p: (x[p] * torch.arange(3.0 * len(x)).to(x)[p][:, None])[p.argsort()],
+    "fewer tokens": lambda x, p: torch.zeros_like(x).index_add(0, torch.sort(chosen(x[:-1]))[1], x[:-1]),
+}
+
+
+def chosen(x: Tensor) -> Tensor:
+    return x[:, :EXPERTS].argmax(-1)
+
+
+class Longer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return LONGER[self.name](flat, torch.sort(chosen(flat), stable=True)[1]).view_as(x)
+
+
 def lm(**steps: Any) -> nn.Module:
     return seeded(lambda: LM(feed=lambda: Experts(**steps), layers=2))
 
@@ -156,6 +195,19 @@ def test_anything_else_is_refused(name: str) -> None:
         verify(lm(**steps), [tokens(), tokens(seed=2)], cp_size=4)
     assert re.search(what, refused.value.found), refused.value
     assert "test_experts.py" in refused.value.line
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", LONGER)
+def test_other_numbers_of_rows_are_refused_or_exact(name: str, rows: int) -> None:
+    torch._dynamo.reset()
+    try:
+        report = verify(
+            seeded(lambda: LM(feed=lambda: Longer(name))), [tokens(29, rows), tokens(29, rows, 2)], cp_size=4
+        )
+    except RefusedError:
+        return
+    assert report.ok, report
 
 
 @pytest.mark.parametrize(

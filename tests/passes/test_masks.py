@@ -83,6 +83,7 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "joined and cut in the second": lambda: torch.cat([torch.arange(2), torch.arange(S)])[3:],
     "joined and cut across": lambda: torch.cat([torch.arange(2) + 7, torch.arange(S)])[1:-1] + 1,
     "joined, alike at first": lambda: torch.cat([torch.arange(3), torch.zeros(S, dtype=torch.int64)]),
+    "joined to nothing": lambda: torch.cat([torch.zeros(0, dtype=torch.int64), torch.arange(S)[None]], 1),
     "steps": lambda: torch.diff(torch.arange(S), prepend=torch.arange(1) - 1),
     "one document": one_document,
     "documents looked up": looked_up,
@@ -99,6 +100,9 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
     "either": lambda: (columns() < rows() - 1) | (columns() > rows() + 1),
     "floats": lambda: torch.arange(S, dtype=torch.float64) >= 2,
     "outside, from the end": lambda: torch.arange(2 * S)[torch.arange(S) - 2],
+    "halves": lambda: torch.arange(0.5, S + 0.5, dtype=torch.int64),
+    "wraps": lambda: (torch.arange(S, dtype=torch.int32) + (2**31 - 3)) > 0,
+    "wraps in a cast": lambda: (torch.arange(S) + (2**31 - 3)).to(torch.int32) > 0,
     "scans of positions": lambda: torch.arange(S).cumsum(0),
 }
 

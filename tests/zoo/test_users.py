@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cp_compile
 from benchmarks.zoo.batches import batch_of
@@ -17,6 +18,7 @@ from cp_compile.errors import RefusedError
 from cp_compile.options import Options
 from cp_compile.simulate import Simulation, simulated_group
 from cp_compile.verify import relative_error
+from tests.exact.lm import LM, seeded, tokens
 from tests.ranks import Ranks, whole
 
 LLAMA = MODELS["Llama"]
@@ -28,6 +30,18 @@ def test_a_cache_among_the_outputs_is_refused(name: str) -> None:
     arguments = {**batch_of(MODELS[name], model, "plain", 16), "use_cache": True}
     with pytest.raises(RefusedError, match=r"(?s)a cache for decoding.*at \S+\.py:\d+ \(.*use_cache=False"):
         cp_compile.verify(model, kwargs=arguments, cp_size=2)
+
+
+def test_hidden_states_that_are_both_keys_and_values_are_no_cache() -> None:
+    lm = seeded(lambda: LM(attend=lambda q, k, v, layer: F.scaled_dot_product_attention(q, k, k)))
+
+    def call(ids: torch.Tensor) -> Any:
+        x = lm.e(ids)
+        heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads * 2, heads, heads), x
+
+    report = cp_compile.verify(call, [tokens()], cp_size=2)
+    assert report.ok, report
 
 
 def test_hidden_states_need_hooks_that_are_installed_before() -> None:
