@@ -73,6 +73,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "passes/positions/forms",
         (
+            "numbers without end",
+            "an integer that wraps has no form",
+            "if not most.is_number or most > torch.iinfo(dtype).max:",
+            "if False:",
+            ("tests/passes/test_masks.py::test_what_is_not_affine_has_no_form[wraps]",),
+        ),
+        (
             "true somewhere",
             "a condition is dropped where it holds at every index",
             "if known_true(fake_mode, sympy.Ge(low, 0)):",
@@ -146,6 +153,13 @@ MUTANTS: tuple[Mutant, ...] = (
             'gather = context.options.fallback == "gather" or',
             "gather = True or",
             ("tests/properties/test_found.py::test_what_no_rule_gathers_is_refused",),
+        ),
+        (
+            "layouts of any size",
+            "a cut dim is as long as its layout says",
+            "if size is not None and not equal(",
+            "if False and not equal(",
+            ("tests/passes/test_experts.py::test_other_numbers_of_rows_are_refused_or_exact",),
         ),
         (
             "an update of this rank",
@@ -427,7 +441,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "no look at shapes",
             "every value has the local shape of its layout",
-            "            if len(shape) != len(expected[node]) or not all(equal):\n",
+            "            if len(shape) != len(expected[node]) or not all(agree):\n",
             "            if False:\n",
             ("tests/properties/test_found.py::test_a_wrong_shape_is_seen",),
         ),
