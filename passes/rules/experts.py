@@ -43,6 +43,7 @@ _SAME_NUMBERS = (
 _COPIES = (
     aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default,
 )  # fmt: skip
+_EMPTY = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 _TOKEN_WISE: Mapping[object, Rule] = {
     **pointwise.RULES, **view.RULES, **pieces.RULES, **matmul.RULES, **normalisation.RULES, **reduction.RULES,
     **along_dims.RULES,
@@ -138,9 +139,6 @@ def _copied(op: Op, layout: Local) -> Placement:
     if layout.role != "keys":
         raise _refused(op, f"to {dtype} of a value that is {layout}")
     return Placement((replace(layout, role="rows"),))
-
-
-_EMPTY = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 
 
 def _lookup(op: Op) -> Placement | None:
