@@ -93,7 +93,8 @@ def page(rows: list[list[str]], lengths: list[int], batches: list[str]) -> str:
         f"gradient of every parameter is that of the plain model, to {LIMIT:g} of its norm (norms, softmax and losses "
         "of these models run in float32). The plain experts run one by one. *Bytes over the least*: all that a rank "
         "hands to collectives but scalars, forward and backward, over what q, k, v and the output need, k and v with "
-        "their own heads; `-`: other layers than attention send too.",
+        "their own heads; `-`: other layers than attention send too; below 1: a "
+        "single kv head is gathered, and queries stay.",
         "",
     ]
     for kind in KINDS:

@@ -96,7 +96,7 @@ def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None
         )
         if "RNN" in reason.reason and not torch._dynamo.config.allow_rnn:
             remedy = _ALLOW_RNN
-        text = "\n".join([reason.reason, *(f"{f.filename} {f.line}" for f in reason.user_stack or ())])
+        text = "\n".join([reason.reason, *(f"{f.filename} {f.name} {f.line}" for f in reason.user_stack or ())])
         remedy = _known_remedy(text) or remedy
         raise RefusedError(
             f"the model does not trace as one graph: {reason.reason.splitlines()[0]}",
