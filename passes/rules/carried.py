@@ -63,8 +63,9 @@ def shown_in(op: Op, cut: Sharded, dim: int, shape: tuple[Size, ...]) -> Sharded
     """The cut of what an axis has become in ``dim`` of an output: the same storage where its size is the same."""
     if same(shape[dim], cut.size):
         return cut.at(dim)
-    if not cut.pure:
-        raise NoRule(f"{op.name} of a dim that holds the {cut.axis.name} and something else")
+    if not same(cut.outer, 1):
+        # Positions that are repeated are an axis of their own; those of several rows are several axes.
+        raise NoRule(f"{op.name} of a dim that holds the {cut.axis.name} of several rows")
     return Sharded(dim, Axis.cut(shape[dim], op.cp_size, cut.axis.name))
 
 
