@@ -78,9 +78,9 @@ def _refuse_cache(module: GraphModule, output: Node) -> None:
 
 
 def _grows(value: Node) -> bool:
-    """Whether a value is joined to an empty one: the first step of a cache."""
+    """Whether a value is joined to an empty one, and read: the first step of a cache."""
     parts: Any = value.args[0] if value.target is aten.cat.default else ()
-    return any(part.meta["val"].numel() == 0 for part in parts)
+    return len(value.users) > 1 and any(part.meta["val"].numel() == 0 for part in parts)
 
 
 def _comes_back(attention: Node, returned: list[Node]) -> bool:
