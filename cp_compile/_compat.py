@@ -156,10 +156,11 @@ def strided_shard(dim: int, outer: int) -> Any:
 
 
 def last_graph_break() -> str:
-    """Why Dynamo last ended a graph early in this process, in its words; ``""``: it did not."""
-    from torch._dynamo.utils import counters
+    """Why Dynamo last gave a frame up in this process, in its words; ``""``: it did not."""
+    from torch._dynamo.utils import get_compilation_metrics
 
-    return next(reversed(counters["graph_break"]), "")
+    failed = [metrics for metrics in get_compilation_metrics() if metrics.fail_type == "Unsupported"]
+    return str(failed[-1].fail_reason or "") if failed else ""
 
 
 def set_attention_kernels(backends: Sequence[Any], set_priority: bool) -> None:
