@@ -20,7 +20,7 @@ from cp_compile.passes.editor import Editor, tensor_inputs
 from cp_compile.passes.heads import head_of_query
 from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, shape_of
 from cp_compile.passes.repeats import repeat_of
-from cp_compile.passes.rules.attention import kv_heads_per_rank
+from cp_compile.passes.rules.attention import of_these_heads
 from cp_compile.passes.rules.op import LocalForm
 
 __all__ = ["hoist"]
@@ -42,7 +42,8 @@ def hoist(module: GraphModule, context: Context) -> GraphModule:
             continue
         if want != Sharded(repeat.dim, Axis.cut(query_heads, context.cp_size, "heads")):
             continue
-        own, local = _by_heads(repeat.dim, heads, int(query_heads), context.cp_size)
+        own = of_these_heads(repeat.dim, int(query_heads), heads, context.cp_size)
+        local = _repeated(own) if isinstance(own, PerQueryHead) else None
         node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(own,), cp_local=local)
     return module
 
@@ -54,13 +55,10 @@ def _wants(user: Node, node: Node) -> list[Layout | None]:
     return [want for source, want in zip(tensor_inputs(user), wants, strict=True) if source is node]
 
 
-def _by_heads(dim: int, heads: int, query_heads: int, cp_size: int) -> tuple[Layout, LocalForm | None]:
-    """The heads that a rank is sent, and how it repeats them."""
-    if heads % cp_size == 0:
-        return Sharded(dim, Axis.cut(heads, cp_size, "heads")), None
-    few = PerQueryHead(dim, query_heads, heads, kv_heads_per_rank(query_heads, heads, cp_size))
+def _repeated(few: PerQueryHead) -> LocalForm:
+    """Each local query head is given the kv head that it uses."""
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
-        return edit.call(torch.ops.aten.index_select.default, args["self"], dim, head_of_query(edit, few))
+        return edit.call(torch.ops.aten.index_select.default, args["self"], few.dim, head_of_query(edit, few))
 
-    return few, local
+    return local

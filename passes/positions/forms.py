@@ -68,7 +68,6 @@ class Arguments:
     """The arguments of a node by schema name: forms of tensors, sizes of numbers."""
 
     def __init__(self, node: Node, known: Mapping[Node, Form | None], shape: tuple[Size, ...]) -> None:
-        self.target: Any = node.target
         self.shape = shape
         self.is_bool = node.meta["val"].dtype == torch.bool
         self.fake_mode = node.meta["val"].fake_mode

@@ -16,7 +16,7 @@ from cp_compile.passes.rules.random import draws, dropped
 if TYPE_CHECKING:
     from cp_compile.passes.editor import Editor
 
-__all__ = ["RULES", "by_heads", "is_attention", "kv_heads_per_rank"]
+__all__ = ["RULES", "by_heads", "is_attention", "kv_heads_per_rank", "of_these_heads"]
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def by_heads(op: Op, shown: Layout) -> Placement:
     cut = Sharded(dim, Axis.cut(heads, op.cp_size, "heads"))
     wants: dict[int, Layout] = {query.index: cut}
     for operand in (key, value):
-        wants[operand.index] = _of_these_heads(op, heads, _int(operand.shape[dim], "kv heads"), dim)
+        wants[operand.index] = of_these_heads(dim, heads, _int(operand.shape[dim], "kv heads"), op.cp_size)
     gathers = frozenset[int]()
     if isinstance(mask, Operand):
         has_heads = mask.ndim >= 3 and mask.shape[mask.ndim - 3] != 1
@@ -93,11 +93,11 @@ def by_heads(op: Op, shown: Layout) -> Placement:
     return Placement((cut,), wants, (shown,), gathers, local=local, attends=length)
 
 
-def _of_these_heads(op: Op, heads: int, kv_heads: int, dim: int) -> Layout:
-    """The kv heads that a rank's query heads use."""
-    if kv_heads % op.cp_size == 0:
-        return Sharded(dim, Axis.cut(kv_heads, op.cp_size, "heads"))
-    return PerQueryHead(dim, heads, kv_heads, kv_heads_per_rank(heads, kv_heads, op.cp_size))
+def of_these_heads(dim: int, heads: int, kv_heads: int, cp_size: int) -> Sharded | PerQueryHead:
+    """The kv heads that a rank's query heads use, in ``dim``."""
+    if kv_heads % cp_size == 0:
+        return Sharded(dim, Axis.cut(kv_heads, cp_size, "heads"))
+    return PerQueryHead(dim, heads, kv_heads, kv_heads_per_rank(heads, kv_heads, cp_size))
 
 
 def kv_heads_per_rank(query_heads: int, kv_heads: int, cp_size: int) -> int:

@@ -130,11 +130,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "if len(wanted) == 0 or",
             ("tests/passes/test_repeats.py::test_heads_that_are_used_elsewhere_too",),
         ),
+    ),
+    *_of(
+        "passes/rules/attention",
         (
             "few heads are cut",
             "ranks are given the heads that their queries use",
-            "if heads % cp_size == 0:",
-            "if heads > 1:",
+            "if kv_heads % cp_size == 0:",
+            "if kv_heads > 1:",
             ("tests/passes/test_repeats.py::test_exact_and_no_more_than_is_needed[2-expand-False]",),
         ),
     ),
