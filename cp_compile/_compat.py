@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -37,20 +39,28 @@ __all__ = [
     "enable_python_dispatcher",
     "equal_in_this_run",
     "exceptions_allowed_to_be_fallback",
+    "export_errors",
+    "export_to_torch_ir",
     "fake_process_group",
     "frame_compile_number",
     "from_functional",
     "group_store",
+    "guards_of",
+    "holds",
     "is_composite",
     "known_true",
     "last_graph_break",
     "no_autocast",
     "proxy_tracer",
+    "ranges_of",
     "record_custom_function",
+    "save_exported",
     "set_attention_kernels",
     "strided_shard",
     "sympy_interp",
     "to_functional",
+    "trace_graph",
+    "treespec_paths",
     "was_mutated",
 ]
 
@@ -237,3 +247,129 @@ def known_true(fake_mode: FakeTensorMode | None, relation: Any) -> bool | None:
     shape_env = fake_mode.shape_env if fake_mode is not None else None
     known = shape_env._maybe_evaluate_static(relation) if shape_env is not None else None
     return None if known is None else bool(known)
+
+
+def trace_graph(name: str, module: torch.fx.GraphModule) -> None:
+    """Hands a graph to torch's structured trace (``TORCH_TRACE=folder``), where ``tlparse`` finds it by ``name``."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "graph_dump",
+        metadata_fn=lambda: {"name": name},
+        payload_fn=lambda: module.print_readable(print_output=False, include_stride=False, include_device=False),
+    )
+
+
+export_errors = (TorchDynamoException, torch.fx.experimental.symbolic_shapes.ConstraintViolationError)
+"""What ``export_to_torch_ir`` raises of a model that it cannot capture."""
+
+
+def export_to_torch_ir(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> torch.fx.GraphModule:
+    """The first half of ``torch.export.export(strict=True)``: Dynamo's graph, regions and custom functions in it.
+
+    The second half inlines custom ``autograd.Function``s and drops checkpointed regions.
+    """
+    from torch.export._trace import _export_to_torch_ir
+
+    with warnings.catch_warnings():
+        # Side effects that Dynamo replays (a counter, a cache of the library): nothing is run here.
+        warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
+        traced: torch.fx.GraphModule = _export_to_torch_ir(model, args, kwargs, dynamic_shapes, _log_export_usage=False)
+    return traced
+
+
+def treespec_paths(spec: Any) -> list[Any]:
+    """The key path of each leaf of a pytree."""
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    return [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def ranges_of(module: torch.fx.GraphModule) -> dict[str, tuple[int, int]]:
+    """The least and the largest value of each symbol among the sizes of a graph's inputs."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        for size in node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                for symbol in size.node.expr.free_symbols:
+                    limits = size.node.shape_env.var_to_range[symbol]
+                    found[str(symbol)] = (int(limits.lower), int(min(limits.upper, sys.maxsize)))
+    return found
+
+
+def save_exported(module: torch.fx.GraphModule, state: Mapping[str, torch.Tensor], path: Any) -> None:
+    """``torch.export.save`` of a graph of ATen ops as it stands; what a second trace would add (guards) stays out.
+
+    Args:
+        module: its nodes have ``val`` and no metadata that an archive cannot hold; inputs with ``cp_state`` are state,
+            whose name is ``cp_input``. It is changed.
+        state: parameters and buffers by name.
+        path: of the archive.
+    """
+    from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+    from torch._export.verifier import TrainingIRVerifier
+    from torch.export.exported_program import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+    from torch.export.graph_signature import (
+        ConstantArgument,
+        ExportGraphSignature,
+        InputKind,
+        InputSpec,
+        OutputKind,
+        OutputSpec,
+        SymIntArgument,
+        TensorArgument,
+    )
+
+    def argument(value: Any) -> Any:
+        if not isinstance(value, torch.fx.Node):
+            return ConstantArgument("", value)
+        val = value.meta["val"]
+        if isinstance(val, torch.Tensor):
+            return TensorArgument(value.name)
+        return SymIntArgument(value.name) if isinstance(val, torch.SymInt) else ConstantArgument(value.name, val)
+
+    inputs = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        name = node.meta["cp_input"]
+        if not node.meta.get("cp_state"):
+            inputs.append(InputSpec(InputKind.USER_INPUT, argument(node), None))
+        elif isinstance(state[name], torch.nn.Parameter):
+            inputs.append(InputSpec(InputKind.PARAMETER, argument(node), name))
+        else:
+            inputs.append(InputSpec(InputKind.BUFFER, argument(node), name, persistent=True))
+    results: Any = module.graph.output_node().args[0]
+    outputs = [OutputSpec(OutputKind.USER_OUTPUT, argument(value), None) for value in results]
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    shape_env: Any = next(value.fake_mode.shape_env for value in fakes if isinstance(value, FakeTensor))
+    signature: Any = ExportGraphSignature(inputs, outputs)
+    module, signature = replace_set_grad_with_hop_pass(module, signature)
+    given = tuple(range(sum(spec.kind == InputKind.USER_INPUT for spec in inputs)))
+    call = ModuleCallSignature([], [], pytree.tree_structure((given, {})), pytree.tree_structure(tuple(results)))
+    program = ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature,
+        state_dict=dict(state),
+        range_constraints=dict(shape_env.var_to_range),
+        module_call_graph=[ModuleCallEntry("", call)],
+        constants={},
+        verifiers=[TrainingIRVerifier],
+    )
+    torch.export.save(program, path)
+
+
+def guards_of(module: torch.fx.GraphModule) -> tuple[str, ...]:
+    """What torch took for granted of symbolic sizes so far, to trace a graph, as sympy prints it."""
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    shape_env = next((value.fake_mode.shape_env for value in fakes if isinstance(value, FakeTensor)), None)
+    guards = [] if shape_env is None else [shape_env.simplify(guard.expr) for guard in shape_env.guards]
+    return tuple(str(guard) for guard in guards if guard != sympy.true)
+
+
+def holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    """Whether what ``guards_of`` gave holds for these values of the symbols."""
+    from torch.utils._sympy import functions
+
+    expression = sympy.sympify(condition, locals={name: getattr(functions, name) for name in functions.__all__})
+    return bool(expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from torch.fx import GraphModule
 from cp_compile._compat import exceptions_allowed_to_be_fallback, no_autocast
 from cp_compile.capture import capture
 from cp_compile.dynamo_state import check_dynamo_state
-from cp_compile.errors import CPError, InvariantError
-from cp_compile.group import find_group, rank_tensor
+from cp_compile.errors import CPError, InvariantError, RefusedError
+from cp_compile.group import Group, find_group, rank_tensor
 from cp_compile.options import Options
-from cp_compile.passes import Context, Output, rewrite
+from cp_compile.passes import Context, Output, chosen_steps, rewrite
 from cp_compile.passes.bind_seed import takes_seed
 from cp_compile.peers import Peers, graph_hash
+from cp_compile.progress import progress
 from cp_compile.runtime import run_wrapper
 
-__all__ = ["Program", "build_program", "cp_ulysses"]
+__all__ = ["Program", "bind", "build_program", "compile_graph", "cp_ulysses", "no_fallback"]
+
+log = logging.getLogger(__name__)
 
 
 def cp_ulysses(
@@ -51,25 +55,43 @@ def cp_ulysses(
     peers = Peers(group, parsed.check_timeout)
     try:
         check_dynamo_state(graph_module, example_inputs)
-        program = build_program(graph_module, example_inputs, group.size, group.name, parsed)
+        program = build_program(graph_module, example_inputs, group.size, group.name, parsed, show=group.rank == 0)
     except CPError as error:
+        log.info("refused: %s", error)
         peers.refuse(str(error))
         raise
-    fingerprint = graph_hash(program.module)
     rank = rank_tensor(group, program.device)
     inputs = [*example_inputs, *([torch.zeros_like(rank)] if program.draws else []), rank]
-    with no_autocast(), no_fallback(f"compiler {parsed.compiler!r}"):
-        compiled = _compile(program.module, inputs, parsed, mode)
+    with progress(group.rank == 0) as say:
+        say(f"{parsed.compiler} compiles {len(program.module.graph.nodes)} nodes")
+        compiled = compile_graph(program.module, inputs, parsed, mode)
+    return bind(program, compiled, group, peers, parsed, example_inputs)
+
+
+def bind(
+    program: Program, compiled: Callable[..., Any], group: Group, peers: Peers, options: Options, inputs: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """The function of a program's inputs that one rank runs.
+
+    Args:
+        program: the program.
+        compiled: its graph, compiled.
+        group: the ranks.
+        peers: compares them.
+        options: those of the user.
+        inputs: an example of the inputs, which says which of them require grad.
+    """
+    fingerprint = graph_hash(program.module)
     return run_wrapper(
         compiled,
         group,
         program.outputs,
         device=program.device,
         draws=program.draws,
-        shards=parsed.outputs,
-        mean_gradient=[i for i, value in enumerate(example_inputs) if _is_input_with_grad(value)],
+        shards=options.outputs,
+        mean_gradient=[i for i, value in enumerate(inputs) if _is_input_with_grad(value)],
         check=lambda inputs: peers.compare(fingerprint, program.names, inputs),
-        always=parsed.check == "always",
+        always=options.check == "always",
     )
 
 
@@ -99,13 +121,27 @@ class Program:
 
 
 def build_program(
-    graph_module: GraphModule, example_inputs: Sequence[Any], cp_size: int, group_name: str, options: Options
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    cp_size: int,
+    group_name: str,
+    options: Options,
+    *,
+    show: bool = False,
 ) -> Program:
-    """Captures Dynamo's graph and rewrites it for one of ``cp_size`` ranks."""
-    module = capture(graph_module, example_inputs)
+    """Captures Dynamo's graph and rewrites it for one of ``cp_size`` ranks, with progress on a terminal if ``show``."""
+    chosen_steps(options)  # a wrong name is an error before anything is traced
     context = Context(cp_size, group_name, options)
-    with no_fallback("the rewrite"):
-        module = rewrite(module, context)
+    with progress(show) as say, no_fallback("the rewrite"):
+        say("capturing the model")
+        module = capture(graph_module, example_inputs)
+        module = rewrite(module, context, progress=say)
+    if options.stop_after is not None:
+        raise RefusedError(
+            f"the rewrite ended behind the pass {options.stop_after!r}, as the option 'stop_after' says: there is no "
+            "program to run",
+            "look at the graph with cp_compile.export(model, ..., stop_after=...), or in the trace of TORCH_TRACE",
+        )
     placeholders = module.graph.find_nodes(op="placeholder")
     names = tuple(str(node.meta["cp_input"]) for node in placeholders if not _is_ours(node))
     return Program(module, tuple(context.outputs), names)
@@ -117,6 +153,14 @@ def _is_ours(node: torch.fx.Node) -> bool:
 
 def _is_input_with_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter)
+
+
+def compile_graph(
+    module: GraphModule, inputs: list[Any], options: Options, mode: str | None = None
+) -> Callable[..., Any]:
+    """A rewritten graph, compiled by the ``compiler`` of the options."""
+    with no_autocast(), no_fallback(f"compiler {options.compiler!r}"):
+        return _compile(module, inputs, options, mode)
 
 
 def _compile(module: GraphModule, inputs: list[Any], options: Options, mode: str | None) -> Callable[..., Any]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.fx.graph import CodeGen
+from torch.utils._pytree import KeyPath, MappingKey, TreeSpec, keystr, tree_leaves, tree_map
 
 from cp_compile._compat import (
     FakeTensor,
@@ -30,6 +31,7 @@ from cp_compile._compat import (
     from_functional,
     is_composite,
     to_functional,
+    treespec_paths,
     was_mutated,
 )
 from cp_compile.errors import InvariantError, RefusedError
@@ -37,7 +39,7 @@ from cp_compile.inline import DATA_DEPENDENT, REGIONS, Inliner
 from cp_compile.passes.layouts import same, shape_of
 from cp_compile.passes.rules import RULES
 
-__all__ = ["capture", "capture_export", "input_names"]
+__all__ = ["argument_names", "attribute", "capture", "capture_export", "capture_torch_ir", "input_names"]
 
 aten = torch.ops.aten
 # Composites that autocast has no kernel for, but whose parts it casts.
@@ -91,6 +93,72 @@ def capture_export(program: torch.export.ExportedProgram) -> GraphModule:
         node.meta["cp_input"] = names.get(old.name, old.name)
         node.meta["cp_argument"] = old.name in signature.user_inputs
     return module
+
+
+def capture_torch_ir(graph_module: GraphModule, in_spec: TreeSpec, example: Sequence[Any]) -> GraphModule:
+    """The IR of what ``torch.export`` has of a model before it traces to ATen: the graph that a backend is handed.
+
+    Its placeholders are the leaves of the arguments, and behind them the parameters, buffers and constants that are
+    used, with ``meta["cp_state"]``.
+
+    Args:
+        graph_module: Dynamo's graph, parameters as attributes; it is changed.
+        in_spec: of the arguments, ``(args, kwargs)``.
+        example: the leaves of the arguments.
+
+    Raises:
+        RefusedError: the graph holds something that has no functional ATen form.
+    """
+    graph = graph_module.graph
+    graph.set_codegen(CodeGen())
+    names = argument_names(in_spec)
+    arguments = graph.find_nodes(op="placeholder")
+    fakes = [_example(node, value) for node, value in zip(arguments, example, strict=True)]
+    state: dict[str, Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if not isinstance(attribute(graph_module, name), torch.Tensor):
+            continue
+        if name not in state:
+            with graph.inserting_after([*arguments, *state.values()][-1]):
+                state[name] = graph.placeholder(name.replace(".", "_"))
+            state[name].meta.update(node.meta)
+            fakes.append(node.meta["example_value"])
+        node.replace_all_uses_with(state[name])
+        graph.erase_node(node)
+    graph_module.recompile()
+    fake_mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
+    _trace_custom_functions(graph_module, fake_mode)
+    module = _trace(graph_module, fakes, fake_mode)
+    described = zip(module.graph.find_nodes(op="placeholder"), [*names, *state], fakes, strict=True)
+    for i, (node, name, fake) in enumerate(described):
+        node.meta.setdefault("val", fake)  # a flag or None has none
+        node.meta.update(cp_input=name, cp_argument=i < len(names), cp_state=i >= len(names))
+    return module
+
+
+def attribute(module: torch.nn.Module, name: str) -> Any:
+    """What a dotted name stands for in a module."""
+    owner, _, own = name.rpartition(".")
+    return getattr(module.get_submodule(owner), own)
+
+
+def _example(node: Node, value: Any) -> Any:
+    """The fake value of an argument; what Dynamo has specialised (a flag, ``None``) is itself."""
+    fake = node.meta.get("val", node.meta.get("example_value"))
+    return value if fake is None else fake
+
+
+def argument_names(in_spec: TreeSpec) -> list[str]:
+    """The names of the leaves of ``(args, kwargs)``."""
+    return [_argument_name(path) for path in treespec_paths(in_spec)]
+
+
+def _argument_name(path: KeyPath) -> str:
+    """``labels`` for ``(args, kwargs)[1]["labels"]``, ``batch['ids']`` for what lies inside of one."""
+    place, *rest = path[1:]
+    name = str(place.key) if isinstance(place, MappingKey) else f"args[{place.idx}]"  # type: ignore[attr-defined]
+    return name + keystr(tuple(rest))
 
 
 def _trace_custom_functions(graph_module: GraphModule, fake_mode: FakeTensorMode) -> None:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from cp_compile._compat import active_ddp_module, eager_frames, frame_compile_number, last_graph_break
 from cp_compile.errors import RefusedError, is_library
 
-__all__ = ["check_dynamo_state"]
+__all__ = ["check_dynamo_state", "refusal_of_export"]
 
 _ALLOW_RNN = "the model holds a recurrent layer: set torch._dynamo.config.allow_rnn = True"
 _KNOWN = (
@@ -125,3 +125,25 @@ def check_dynamo_state(graph_module: GraphModule, inputs: Sequence[Any]) -> None
                 f"{what} of the compiled function is a DTensor ({value.placements} on {value.device_mesh})",
                 "compile the whole model at once and pass plain tensors; with FSDP2, call fully_shard on the root only",
             )
+
+
+def refusal_of_export(error: Exception) -> RefusedError:
+    """The refusal of a model that ``torch.export`` does not capture, with the line in the user's code."""
+    text = str(error).strip()
+    frame = _user_frame(getattr(error, "real_stack", None))
+    lines = "\n".join(f"{f.filename} {f.name} {f.line}" for f in getattr(error, "real_stack", None) or ())
+    remedy = _known_remedy(f"{text}\n{lines}")
+    if remedy is None and "RNN" in text and not torch._dynamo.config.allow_rnn:
+        remedy = _ALLOW_RNN
+    if remedy is None and "Constraints violated" in text:
+        fixes = text.partition("Suggested fixes:")[2].strip() or text
+        return RefusedError(
+            "dynamic_shapes allows lengths for which the model is another program",
+            f"in dynamic_shapes, as torch suggests: {fixes}",
+        )
+    code = f" ({frame.line})" if frame is not None and frame.line else ""
+    return RefusedError(
+        f"the model does not trace as one graph: {text.splitlines()[0] if text else type(error).__name__}",
+        remedy or "take the construct out of the forward (torch._dynamo.explain shows all breaks)",
+        line=f"{frame.filename}:{frame.lineno}{code}" if frame is not None else "",
+    )

@@ -35,6 +35,9 @@ class Options:
         check_timeout: seconds that a rank waits for its peers in that comparison.
         sequence: the input that holds the sequence, by its name in the forward, where the model does not say it alone;
             ``"name"`` or ``("name", dim)``.
+        stop_after: the pass behind which the rewrite ends, by its name: a graph to look at (``cp_compile.export``),
+            which does not run.
+        leave_out: names of passes that do not run; only of those without which the program is as exact.
     """
 
     mesh: Any = None
@@ -45,6 +48,8 @@ class Options:
     check: str = "compile"
     check_timeout: float = 60.0
     sequence: str | tuple[str, int] | None = None
+    stop_after: str | None = None
+    leave_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -59,6 +64,11 @@ class Options:
             raise OptionError(f"option 'check_timeout' is {self.check_timeout!r}; it takes seconds, a number above 0")
         if not _is_sequence_option(self.sequence):
             raise OptionError(f"option 'sequence' is {self.sequence!r}; it takes an input's name, or (name, dim)")
+        if not (self.stop_after is None or isinstance(self.stop_after, str)):
+            raise OptionError(f"option 'stop_after' is {self.stop_after!r}; it takes the name of a pass")
+        if isinstance(self.leave_out, str) or not all(isinstance(name, str) for name in self.leave_out):
+            raise OptionError(f"option 'leave_out' is {self.leave_out!r}; it takes a sequence of names of passes")
+        object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:

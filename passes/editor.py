@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cp_compile._compat import PythonReferenceAnalysis, sympy_interp
 from cp_compile.errors import InvariantError
 from cp_compile.passes.context import Context
-from cp_compile.passes.layouts import Axis, Sharded, Size, same, size_of
+from cp_compile.passes.layouts import Axis, Sharded, Size, same, shape_of, size_of
 
 __all__ = ["COLLECTIVES", "Editor", "is_tensor", "rewire", "schema_arguments", "tensor_inputs"]
 
@@ -216,11 +217,17 @@ class Editor:
                 if isinstance(node.meta["val"], torch.SymInt) and size_of(node.meta["val"]) == symbol:
                     return node
             # The tensors of a custom function's body are local ones: their sizes say nothing.
-            for node in inputs if self.context.inputs is None else ():
-                val = node.meta["val"]
-                for dim, size in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
-                    if size_of(size) == symbol:
-                        return self.call(aten.sym_size.int, node, dim)
+            tensors = [node for node in inputs if is_tensor(node)] if self.context.inputs is None else []
+            sizes = [(node, dim, size) for node in tensors for dim, size in enumerate(shape_of(node.meta["val"]))]
+            for node, dim, size in sizes:
+                if size == symbol:
+                    return self.call(aten.sym_size.int, node, dim)
+            for node, dim, size in sizes:
+                # torch.export's derived dims: 64 * s, s + 1.
+                factor, rest = (sympy.sympify(size).coeff(symbol, power) for power in (1, 0))
+                if factor.is_Integer and rest.is_Integer and factor != 0 and same(size, factor * symbol + rest):
+                    given = self.call(operator.sub, self.call(aten.sym_size.int, node, dim), int(rest))
+                    return self.call(operator.floordiv, given, int(factor))
             raise InvariantError(f"no input has a size that is {symbol}")
 
         return self.once(("symbol", symbol), make)

@@ -89,7 +89,8 @@ def ceil_div(a: Size, b: int) -> Size:
     """``a / b`` rounded up."""
     if isinstance(a, int):
         return -(-a // b)
-    return FloorDiv(a + b - 1, b)
+    whole = divide(a, b)
+    return FloorDiv(a + b - 1, b) if whole is None else whole
 
 
 def carrier(shape: Sequence[Size], blocked: Collection[int], cp_size: int) -> int | None:
@@ -142,7 +143,7 @@ class Axis:
 
     def has_pads(self, cp_size: int) -> bool:
         """Whether any rank may hold a row that is not part of the global view."""
-        return not (self.start == 0 and isinstance(self.size, int) and self.size == cp_size * self.chunk)
+        return not (same(self.start, 0) and same(self.size, cp_size * self.chunk))
 
     def is_on_all_ranks(self, cp_size: int) -> bool:
         """Whether every rank is known to hold a row of the axis."""

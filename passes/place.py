@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from cp_compile.errors import RefusedError
-from cp_compile.passes.context import Context
+from cp_compile.errors import RefusedError, module_path, user_line
+from cp_compile.passes.context import Context, Gathered
 from cp_compile.passes.custom_function import CUSTOM_FUNCTION, keeps_sums, place_function
 from cp_compile.passes.editor import schema_arguments, tensor_inputs
 from cp_compile.passes.layouts import (
@@ -84,6 +84,8 @@ class _OwnOrder(Exception):  # noqa: N818 - what a sort of each rank's own is us
 def _placements(module: GraphModule, seeds: Seeds, context: Context) -> list[tuple[Node, tuple[Placement, list[Node]]]]:
     """The placement of each node. A sort that no rank can make of its own rows is made whole, with the user's leave."""
     while True:
+        if context.inputs is None:
+            context.gathered.clear()
         try:
             return list(_propagate(module, seeds, context, refuse=True))
         except _OwnOrder as found:
@@ -233,6 +235,7 @@ def _cut_name(op: Op) -> str:
 def _gathered(node: Node, operands: list[Node], found: NoRule, context: Context) -> Placement:
     """The op as it is, on whole operands, where the user allows it; else the refusal."""
     if found.placement and context.options.fallback == "gather":
+        context.gathered.append(Gathered(found.reason, user_line(node), module_path(node)))
         try:
             if node.target is CUSTOM_FUNCTION:
                 return place_function(node, [WHOLE] * len(operands), context, place)

@@ -1,0 +1,106 @@
+"""The exported program: a rewritten graph with what is needed to look at it, run it and save it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec
+
+from cp_compile.options import Options
+from cp_compile.passes import Context, Gathered, Output, PassRecord
+from cp_compile.passes.bind_seed import takes_seed
+
+__all__ = ["CPProgram", "Signature"]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a graph is called.
+
+    Attributes:
+        arguments: names of the forward's arguments, in order; empty where some have none (then they are as exported).
+        in_spec: of ``(args, kwargs)``; where the arguments have names, all of them are keywords.
+        out_spec: of what the forward returns.
+        state: the parameters, buffers and constants that the graph takes behind the arguments, by their path in the
+            model: the model's own.
+        ranges: the least and the largest value of each symbol of the sizes, by its name.
+        conditions: what holds of these symbols wherever the graph is the model's, in sympy's words.
+    """
+
+    arguments: tuple[str, ...]
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    state: Mapping[str, torch.Tensor]
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CPProgram:
+    """The program that each rank runs for a model: what ``cp_compile.export`` returns.
+
+    Attributes:
+        graph_module: the rewritten graph of one rank: pre-dispatch ATen ops and functional collectives. Its inputs are
+            the leaves of the arguments, the parameters and buffers, a seed if it draws, and the rank.
+        plain: the graph before the rewrite, in the global view.
+        outputs: how each output comes back.
+        signature: how it is called.
+        cp_size: ranks that share each sequence.
+        options: those of the export.
+    """
+
+    graph_module: GraphModule
+    plain: GraphModule
+    outputs: tuple[Output, ...]
+    signature: Signature
+    cp_size: int
+    options: Options
+    _context: Context = field(repr=False)
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """What each pass changed, in order."""
+        return tuple(self._context.records)
+
+    @property
+    def gathered(self) -> tuple[Gathered, ...]:
+        """The ops that run whole on every rank, because ``fallback="gather"`` allows it."""
+        return tuple(self._context.gathered)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes a seed."""
+        return takes_seed(self.graph_module)
+
+    def module(self, mesh: Any = None) -> torch.nn.Module:
+        """The program as a module, to run on the ranks of ``mesh``, forward and backward.
+
+        It is called like the model, holds the model's own parameters and buffers under their names, and gives what
+        ``torch.compile(model, backend="cp_ulysses")`` gives.
+
+        Args:
+            mesh: as the option of the backend; ``None``: the ``cp`` dimension of the current mesh, else the world.
+
+        Raises:
+            CPError: the mesh has another number of ranks than the program was exported for.
+        """
+        from cp_compile.rank_module import RankModule
+
+        return RankModule.of_program(self, mesh)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes ``path``, a ``.pt2`` archive of ``torch.export`` with the weights; beside it its manifest, ``.json``.
+
+        ``cp_compile.load`` reads them.
+
+        Raises:
+            RefusedError: the graph holds what such an archive cannot.
+        """
+        from cp_compile.archive import save
+
+        save(self, path)

@@ -1,0 +1,233 @@
+"""An exported program as a module: called like the model, run on every rank of a mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cp_compile._compat import holds
+from cp_compile.backend import Program, bind, compile_graph
+from cp_compile.capture import argument_names
+from cp_compile.errors import CPError, OptionError
+from cp_compile.export import copy_of
+from cp_compile.group import Group, find_group
+from cp_compile.options import Options
+from cp_compile.passes import Output
+from cp_compile.passes.layouts import Size, same, shape_of
+from cp_compile.peers import Peers
+from cp_compile.program import CPProgram, Signature
+
+__all__ = ["RankModule", "for_group", "group_of_size", "lookup", "register"]
+
+_REMEDY = "\n  remedy: call it as in the export, or export it anew (dynamic_shapes lets sizes vary)"
+Ranges: TypeAlias = Mapping[str, tuple[int, int]]
+
+
+class RankModule(nn.Module):
+    """One rank's module of a program. Its parameters and buffers have the names that they have in the model.
+
+    Args:
+        graph_module: the graph of one rank, with the group's real name.
+        outputs: how each output comes back.
+        signature: how it is called; its tensors become the module's parameters and buffers.
+        group: the ranks.
+        options: those of the export.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        outputs: Sequence[Output],
+        signature: Signature,
+        group: Group,
+        options: Options,
+    ) -> None:
+        super().__init__()
+        for name, tensor in signature.state.items():
+            register(self, name, tensor)
+        self._graph = [graph_module]  # in a list: its constants are no part of the module
+        self._signature, self._group, self._options = signature, group, options
+        self._outputs = tuple(outputs)
+        self._names = [*argument_names(signature.in_spec), *signature.state]
+        self._placeholders = graph_module.graph.find_nodes(op="placeholder")
+        self._peers = Peers(group, options.check_timeout)
+        self._compiled: dict[tuple[Any, ...], Callable[..., list[Any]]] = {}
+
+    @classmethod
+    def of_program(cls, program: CPProgram, mesh: Any) -> RankModule:
+        """The module of an exported program on ``mesh``."""
+        if program.options.stop_after is not None:
+            raise OptionError(
+                f"the rewrite ended behind the pass {program.options.stop_after!r}: there is no program to run"
+            )
+        group = group_of_size(mesh, program.cp_size, "the program was exported")
+        module = for_group(program.graph_module, group)
+        return cls(module, program.outputs, program.signature, group, program.options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, per-token outputs as the option ``outputs`` says.
+
+        Raises:
+            CPError: the arguments are not of the kind, the sizes or the values that the program was exported for.
+        """
+        try:
+            leaves = self._leaves(args, kwargs)
+        except CPError as error:
+            if not self._compiled:
+                self._peers.refuse(str(error))
+            raise
+        state = [lookup(self, name) for name in self._signature.state]
+        if any(tensor.is_meta for tensor in state):
+            raise CPError(
+                "the program was exported on the meta device, and its module has no weights yet\n"
+                '  remedy: module.to_empty(device="cuda"), then load or initialise them; or load_state_dict(..., '
+                "assign=True)"
+            )
+        inputs = [*leaves, *state]
+        # Compilers specialise: one program a length. As it stands, the graph is right for all.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shapes = () if self._options.compiler == "eager" else tuple(tensor.shape for tensor in tensors)
+        if shapes not in self._compiled:
+            self._compiled[shapes] = self._bound(inputs)
+        return tree_unflatten(self._compiled[shapes](*inputs), self._signature.out_spec)
+
+    def _bound(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        device = next(value.device for value in inputs if isinstance(value, torch.Tensor))
+        module = on_device(self._graph[0], device)
+        program = Program(module, self._outputs, tuple(self._names))
+        ours = [torch.zeros((), dtype=torch.int64, device=device) for _ in self._placeholders[len(inputs) :]]
+        compiled = compile_graph(module, [*inputs, *ours], self._options)
+        return bind(program, compiled, self._group, self._peers, self._options, inputs)
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        names = self._signature.arguments
+        if names:
+            given = {**dict(zip(names, args)), **kwargs}
+            missing = [name for name in names if name not in given]
+            unknown = [name for name in given if name not in names]
+            if missing or unknown or len(args) > len(names):
+                what = f"misses {missing[0]!r}" if missing else f"has {(unknown or ['too many'])[0]!r} beside them"
+                raise CPError(
+                    f"the program was exported for the arguments {', '.join(names)}, and the call {what}\n"
+                    "  remedy: call it with those, or export it anew"
+                )
+            # In the order of the export, whatever the order of the call.
+            args, kwargs = (), {name: given[name] for name in names}
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        if spec != self._signature.in_spec:
+            raise CPError(
+                f"the program was exported for arguments of the form {self._signature.in_spec}, and was called with "
+                f"{spec}\n  remedy: call it as in the export, or export it anew"
+            )
+        _check_leaves(leaves, self._placeholders, self._signature)
+        return leaves
+
+
+def group_of_size(mesh: Any, cp_size: int, what: str) -> Group:
+    """The context-parallel group of ``mesh``.
+
+    Raises:
+        CPError: it has not ``cp_size`` ranks.
+    """
+    group = find_group(mesh)
+    if group.size != cp_size:
+        raise CPError(
+            f"{what} for {cp_size} rank{'s' * (cp_size != 1)}, and the context-parallel group has {group.size}\n"
+            f"  remedy: run it on a mesh whose context-parallel dimension has {cp_size} ranks, or export the model "
+            f"again with cp_size={group.size}"
+        )
+    return group
+
+
+def for_group(module: GraphModule, group: Group) -> GraphModule:
+    """A copy of a graph whose collectives run over ``group``."""
+    copy = copy_of(module)
+    for part in copy.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            if getattr(node.target, "namespace", "") == "_c10d_functional":
+                names = [argument.name for argument in node.target._schema.arguments]
+                if "group_name" in names:
+                    place = names.index("group_name")
+                    node.args = (*node.args[:place], group.name, *node.args[place + 1 :])
+        if isinstance(part, GraphModule):
+            part.recompile()
+    return copy
+
+
+def on_device(module: GraphModule, device: torch.device) -> GraphModule:
+    """The graph of a model on the meta device, made for ``device``; another one stays as it is."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            if isinstance(node.kwargs.get("device"), torch.device) and node.kwargs["device"].type == "meta":
+                node.kwargs = {**node.kwargs, "device": device}
+        if isinstance(part, GraphModule):
+            part.recompile()
+    return module
+
+
+def _check_leaves(leaves: Sequence[Any], placeholders: Sequence[Any], signature: Signature) -> None:
+    """Tensors of the dtype and sizes of the export, and other values that are equal to its."""
+    symbols: dict[sympy.Symbol, int] = {}
+    for value, node in zip(leaves, placeholders):
+        name, expected = node.meta["cp_input"], node.meta["val"]
+        if not isinstance(expected, torch.Tensor):
+            if isinstance(value, torch.Tensor) or value != expected:
+                raise CPError(f"argument {name!r} is {value!r}, and the program was exported for {expected!r}{_REMEDY}")
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CPError(f"argument {name!r} is a {type(value).__name__}, and the program takes a tensor{_REMEDY}")
+        fits = value.ndim == expected.ndim and value.dtype == expected.dtype
+        if not fits or not all(
+            _binds(size, of, symbols, signature.ranges) for size, of in zip(value.shape, shape_of(expected))
+        ):
+            raise CPError(
+                f"argument {name!r} is {value.dtype} {list(value.shape)}, and the program was exported for "
+                f"{expected.dtype} {list(shape_of(expected))}{_REMEDY}"
+            )
+    for condition in signature.conditions:
+        if not holds(condition, {str(symbol): size for symbol, size in symbols.items()}):
+            raise CPError(
+                f"the program holds for sizes with {condition}, and was called with "
+                f"{', '.join(f'{symbol} = {size}' for symbol, size in symbols.items())}{_REMEDY}"
+            )
+
+
+def _binds(size: int, expected: Size, symbols: dict[sympy.Symbol, int], ranges: Ranges) -> bool:
+    """Whether a size is what was exported, given the symbols that other sizes have bound."""
+    if isinstance(expected, int):
+        return size == expected
+    free = [symbol for symbol in expected.free_symbols if symbol not in symbols]
+    if not free:
+        return same(size, int(expected.subs(symbols)))
+    found = sympy.solve(expected - size, free[0]) if len(free) == 1 else []
+    if len(found) != 1 or not found[0].is_Integer:
+        return False
+    low, high = ranges.get(str(free[0]), (0, sys.maxsize))
+    symbols[free[0]] = int(found[0])
+    return low <= symbols[free[0]] <= high
+
+
+def register(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Registers a tensor under a dotted name, with plain modules on the way."""
+    *path, own = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(own, tensor)
+    else:
+        module.register_buffer(own, tensor)
+
+
+def lookup(module: nn.Module, name: str) -> Any:
+    """The parameter or buffer of a dotted name."""
+    owner, _, own = name.rpartition(".")
+    return getattr(module.get_submodule(owner), own)
