@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._dtype_abbrs import dtype_abbrs as dtype_names
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -35,6 +36,7 @@ __all__ = [
     "active_ddp_module",
     "autocast_kernel",
     "current_mesh",
+    "dtype_names",
     "eager_frames",
     "enable_python_dispatcher",
     "equal_in_this_run",

@@ -28,6 +28,7 @@ __all__ = [
     "dim_size",
     "divide",
     "equal",
+    "global_shape",
     "local_shape",
     "product",
     "same",
@@ -283,3 +284,12 @@ def local_shape(shape: Sequence[Size], layout: Layout) -> tuple[Size, ...]:
     elif isinstance(layout, Local) and not layout.per_key:
         local[layout.dim] = layout.rows.local_size
     return tuple(local)
+
+
+def global_shape(local: Sequence[Size], layout: Layout) -> tuple[Size, ...]:
+    """The shape in the global view of a value of which a rank holds ``local``."""
+    shape: list[Any] = list(local)
+    size = layout.kv_heads if isinstance(layout, PerQueryHead) else dim_size(layout)
+    if size is not None:
+        shape[layout.dim] = size  # type: ignore[union-attr]
+    return tuple(shape)

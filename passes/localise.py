@@ -15,13 +15,15 @@ from cp_compile.passes.editor import Editor, schema_arguments
 __all__ = ["localise"]
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved")
+_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved", "cp_op")
 
 
 def localise(module: GraphModule, context: Context) -> GraphModule:
     """Replaces each op by its local form. Idempotent: a replaced op has none."""
     edit = Editor(module, context, "localise")
     for node in list(module.graph.nodes):
+        if node.op == "call_function":
+            node.meta.setdefault("cp_op", node.target)  # what the user wrote, for those who look
         if node.target in _VIEWS:
             # What a move delivers has other strides than the value in the user's program.
             node.target = torch.ops.aten.reshape.default
