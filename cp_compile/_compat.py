@@ -34,6 +34,7 @@ __all__ = [
     "PythonReferenceAnalysis",
     "TracingContext",
     "active_ddp_module",
+    "aot_halves",
     "autocast_kernel",
     "current_mesh",
     "dtype_names",
@@ -48,7 +49,9 @@ __all__ = [
     "from_functional",
     "group_store",
     "guards_of",
+    "hints_of",
     "holds",
+    "inductor_decompositions",
     "is_composite",
     "known_true",
     "last_graph_break",
@@ -375,3 +378,56 @@ def holds(condition: str, sizes: Mapping[str, int]) -> bool:
 
     expression = sympy.sympify(condition, locals={name: getattr(functions, name) for name in functions.__all__})
     return bool(expression.subs({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """How inductor takes ops apart before it partitions a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def aot_halves(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], decompositions: dict[Any, Any] | None, *, recompute: bool
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None, int]:
+    """AOTAutograd's forward and backward of a graph, and how many results of the forward are outputs.
+
+    Args:
+        module: a graph of ATen ops.
+        inputs: fake tensors that require grad where their gradient is wanted.
+        decompositions: ops that are taken apart.
+        recompute: whether the min-cut partitioner may compute values again; else all that autograd saves is kept.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    found: list[Any] = []
+
+    def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
+        split = min_cut_rematerialization_partition if recompute else default_partition
+        forward, backward = split(joint, joint_inputs, **keywords)
+        found[:] = [forward, backward, keywords["num_fwd_outputs"]]
+        return forward, backward
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        if not found:
+            results: Any = graph.graph.output_node().args[0]
+            found[:] = [graph, None, len(results)]
+        return graph
+
+    with no_autocast():
+        aot_module_simplified(
+            module, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=decompositions
+        )
+    forward, backward, outputs = found
+    return forward, backward, outputs
+
+
+def hints_of(module: torch.fx.GraphModule) -> dict[str, int]:
+    """The values that the symbols of a graph's sizes had in its example."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["val"], FakeTensor) and node.meta["val"].fake_mode.shape_env is not None:
+            hints = getattr(node.meta["val"].fake_mode.shape_env, "backed_var_to_val", None)
+            hints = node.meta["val"].fake_mode.shape_env.var_to_val if hints is None else hints  # up to torch 2.12
+            return {str(symbol): int(value) for symbol, value in hints.items()}
+    return {}

@@ -134,6 +134,7 @@ def capture_torch_ir(graph_module: GraphModule, in_spec: TreeSpec, example: Sequ
     for i, (node, name, fake) in enumerate(described):
         node.meta.setdefault("val", fake)  # a flag or None has none
         node.meta.update(cp_input=name, cp_argument=i < len(names), cp_state=i >= len(names))
+        node.meta["cp_requires_grad"] = isinstance(fake, torch.Tensor) and fake.requires_grad
     return module
 
 

@@ -108,4 +108,5 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    return re.sub(r"^L\['[^']*'\]\.?", "", path)
+    # torch.export wraps the model in a module of its own.
+    return re.sub(r"^(L\['[^']*'\]\.?)?(_export_root(\.|$))?", "", path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
@@ -14,6 +14,9 @@ from torch.utils._pytree import TreeSpec
 from cp_compile.options import Options
 from cp_compile.passes import Context, Gathered, Output, PassRecord
 from cp_compile.passes.bind_seed import takes_seed
+
+if TYPE_CHECKING:
+    from cp_compile.show.report import Report
 
 __all__ = ["CPProgram", "Signature"]
 
@@ -76,6 +79,51 @@ class CPProgram:
     def draws(self) -> bool:
         """Whether it takes a seed."""
         return takes_seed(self.graph_module)
+
+    @property
+    def code(self) -> str:
+        """The rewritten graph as readable Python, a line an op: global shape, layout, module; what moves, and why."""
+        from cp_compile.show.code import python
+        from cp_compile.show.listing import listing
+
+        return python(listing(self.graph_module, self.cp_size), self.cp_size)
+
+    def explain(self, *, full: bool = False, diff: bool = False) -> str:
+        """The rewritten graph with equal layers once and each move on one line.
+
+        Args:
+            full: every layer and every node, as in ``code``.
+            diff: only what differs from the plain graph.
+        """
+        from cp_compile.show.code import difference, folded
+        from cp_compile.show.listing import listing
+
+        lines = listing(self.graph_module, self.cp_size)
+        if diff:
+            return difference(listing(self.plain, 1), lines, full=full)
+        return self.code if full else folded(lines, self.cp_size)
+
+    def report(self, sizes: Mapping[str, int] | None = None) -> Report:
+        """What a step costs a rank: exchanges and bytes beside the least, copies, saved activations, the peak.
+
+        Counted in the forward and backward graphs that the compiler of the options gets, on fake tensors.
+
+        Args:
+            sizes: values for the symbols of the sizes; default: those of the example.
+        """
+        from cp_compile.show.report import report
+
+        return report(self, sizes)
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Writes a picture: ``.html``, a page of both graphs by module, or ``.svg``, one layer.
+
+        Raises:
+            OptionError: the path ends in neither.
+        """
+        from cp_compile.show.draw import draw
+
+        draw(self, path)
 
     def module(self, mesh: Any = None) -> torch.nn.Module:
         """The program as a module, to run on the ranks of ``mesh``, forward and backward.

@@ -119,8 +119,8 @@ def _relative(text: str, section: Section) -> str:
 def _head(lines: Sequence[Line], cp_size: int) -> list[str]:
     inputs = [line for line in lines if line.kind == "input"]
     return [
-        f"# One of {cp_size} ranks. Shapes are those of the whole; name/{cp_size}: an axis that the ranks share; rank_...:",
-        "# indices that a rank computes of its number.",
+        f"# One of {cp_size} ranks. Shapes are those of the whole; name/{cp_size} is an axis that the ranks share.",
+        "# rank_... are indices that a rank computes of its number.",
         "def forward(",
         *(_commented(f"    {line.name},", [value_text(line)]) for line in inputs),
         "):",

@@ -82,16 +82,14 @@ def _forms(layer: str, lines: Sequence[Line]) -> list[object]:
     forms: list[object] = []
     for line in lines:
         named = {name: form(name) for name in (*line.reads, line.name)}
-        arguments = re.sub(r"\b[A-Za-z_]\w*\b", lambda word: named.get(word[0], word[0]), line.arguments)
-        module = line.module.removeprefix(layer)
+        words = re.split(r"(\b[A-Za-z_]\w*\b)", line.arguments)
         forms.append(
             replace(
                 line,
                 name=named[line.name],
-                arguments=arguments,
+                arguments="".join(named.get(word, word) for word in words),
                 reads=(),
-                module=module,
-                where=line.where,
+                module=line.module.removeprefix(layer),
                 source="",
             )
         )

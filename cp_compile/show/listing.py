@@ -22,7 +22,7 @@ from cp_compile.errors import module_path, user_line
 from cp_compile.passes.editor import COLLECTIVES
 from cp_compile.passes.layouts import Layout, Local, Partial, PerQueryHead, Sharded, Size, global_shape, shape_of
 
-__all__ = ["Line", "Move", "layout_name", "listing"]
+__all__ = ["Line", "Move", "layout_name", "listing", "sent_bytes", "sizes_text"]
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class _Listing:
         return names
 
     def _want(self, node: Node) -> str:
-        _, have, want = node.meta["cp_moved"]
-        words = {"reduce": "summed", "gather": "whole"}.get(node.meta["cp_moved"][0])
+        kind, _, want = node.meta["cp_moved"]
+        words = {"reduce": "summed", "gather": "whole"}.get(kind)
         return words or layout_name(want, self.cp_size).partition("/")[0]
 
     def _source(self, node: Node) -> Node:

@@ -1,0 +1,280 @@
+"""Memory of a step by liveness: every storage of the forward and backward graphs, from its first to its last use.
+
+What a kernel needs inside of itself is not in a graph. Under ``"aot_eager"`` and ``"eager"`` every op stores its result.
+Inductor fuses: what it computes element by element, and only hands to ops of the kind and to sums, is not stored, and
+what it is computed of is held in its place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from cp_compile.passes.layouts import Size, shape_of, size_of
+from cp_compile.show.halves import Halves, module_of
+
+__all__ = ["Memory", "Peak", "Storage", "memory_of"]
+
+aten = torch.ops.aten
+_wait = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A piece of memory that a step allocates.
+
+    Attributes:
+        size: bytes.
+        kind: ``"saved"`` for the backward, ``"output"``, ``"gradient"`` or ``"temporary"``.
+        module: the path of the module that makes it.
+        start: the step that makes it.
+        end: the last step that uses it; the last one of all for outputs and gradients.
+        what: the op that makes it.
+    """
+
+    size: Size
+    kind: str
+    module: str
+    start: int
+    end: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which a step holds most.
+
+    Attributes:
+        total: bytes.
+        by_kind: of which, by the kind of storage.
+        op: what runs then.
+        module: in which module.
+        held: the storages that are held.
+    """
+
+    total: int
+    by_kind: Mapping[str, int]
+    op: str
+    module: str
+    held: tuple[Storage, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step allocates: all but the parameters, buffers and arguments, which are there before.
+
+    Attributes:
+        storages: in the order in which they are made.
+        steps: the ops in order, with their modules.
+        forward_steps: how many of these are of the forward.
+    """
+
+    storages: tuple[Storage, ...]
+    steps: tuple[tuple[str, str], ...]
+    forward_steps: int
+
+    def saved(self, sizes: Mapping[str, int] | None = None) -> int:
+        """Bytes that are kept between forward and backward, but for outputs."""
+        return sum(evaluate(storage.size, sizes) for storage in self.storages if storage.kind == "saved")
+
+    def peak(self, sizes: Mapping[str, int] | None = None) -> Peak:
+        """The moment at which most is held, given values for the symbols of the sizes."""
+        amounts = [evaluate(storage.size, sizes) for storage in self.storages]
+        change = [0] * (len(self.steps) + 1)
+        for storage, amount in zip(self.storages, amounts, strict=True):
+            change[storage.start] += amount
+            change[storage.end + 1] -= amount
+        held, most, at = 0, -1, 0
+        for step, amount in enumerate(change[:-1]):
+            held += amount
+            if held > most:
+                most, at = held, step
+        alive = [(s, n) for s, n in zip(self.storages, amounts, strict=True) if s.start <= at <= s.end]
+        by_kind: dict[str, int] = {}
+        for storage, amount in alive:
+            by_kind[storage.kind] = by_kind.get(storage.kind, 0) + amount
+        op, module = self.steps[at] if self.steps else ("", "")
+        return Peak(max(most, 0), by_kind, op, module, tuple(s for s, _ in alive))
+
+
+def evaluate(size: Size, sizes: Mapping[str, int] | None = None) -> int:
+    """A size as a number of bytes, given values for its symbols."""
+    if isinstance(size, int):
+        return size
+    values = {symbol: (sizes or {})[str(symbol)] for symbol in size.free_symbols}
+    return int(sympy.sympify(size).subs(values))
+
+
+def memory_of(parts: Halves, *, fused: bool = False) -> Memory:
+    """The storages of both halves of a step.
+
+    Args:
+        parts: the halves.
+        fused: whether the compiler fuses, as inductor does.
+    """
+    table = _Table(fused)
+    inputs = parts.forward.graph.find_nodes(op="placeholder")
+    table.outside(inputs)
+    shapes = [shape_of(value) for node in inputs for value in _tensors(node)]
+    table.symbols = {s for shape in shapes for size in shape if not isinstance(size, int) for s in size.free_symbols}
+    results: Any = parts.forward.graph.output_node().args[0]
+    outputs = [value for value in results[: parts.outputs] if isinstance(value, Node)]
+    table.run(parts.forward.graph.nodes)
+    forward_steps = len(table.steps)
+    if parts.backward is None:
+        return table.memory({id_: "output" for value in outputs for id_ in table.ids(value)}, forward_steps)
+    table.half = 1
+    kinds = {id_: "saved" for value in parts.saved for id_ in table.ids(value)}
+    kinds.update({id_: "output" for value in outputs for id_ in table.ids(value)})
+    by_name = {value.name: value for value in (*parts.saved, *outputs)}
+    given = parts.backward.graph.find_nodes(op="placeholder")
+    for node in given:
+        if node.name in by_name:
+            table.same(node, by_name[node.name])
+        else:
+            table.tangent(node)
+    table.run(parts.backward.graph.nodes)
+    gradients: Any = parts.backward.graph.output_node().args[0]
+    for value in gradients:
+        for id_ in table.ids(value) if isinstance(value, Node) else ():
+            kinds.setdefault(id_, "gradient")
+    return table.memory(kinds, forward_steps)
+
+
+class _Table:
+    """Storages by an id, in the order of the steps."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
+        self.steps: list[tuple[str, str]] = []
+        self.half = 0
+        self.symbols: set[sympy.Symbol] = set()
+        self._ids: dict[Node, tuple[Any, ...]] = {}
+        self._outside: set[Any] = set()
+        self._made: dict[Any, tuple[int, Size, str, str]] = {}
+        self._used: dict[Any, int] = {}
+        self._in_place: list[Any] = []
+
+    def ids(self, node: Node) -> tuple[Any, ...]:
+        return self._ids.get(node, ())
+
+    def outside(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._ids[node] = tuple(self._id(value) for value in _tensors(node))
+            self._outside.update(self._ids[node])
+
+    def tangent(self, node: Node) -> None:
+        """The gradient of an output: autograd makes it as large as the output."""
+        self._ids[node] = tuple(self._id(value) for value in _tensors(node))
+        for id_, value in zip(self._ids[node], _tensors(node), strict=True):
+            self._made[id_] = (len(self.steps), self._bytes(value), "tangent", "")
+            self._used[id_] = len(self.steps)
+
+    def same(self, node: Node, other: Node) -> None:
+        self._ids[node] = self._ids[other]
+
+    def run(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            step = len(self.steps)
+            op = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+            self.steps.append((op, module_of(node)))
+            for source in node.all_input_nodes:
+                self._used.update(dict.fromkeys(self.ids(source), step))
+            if node.target is _wait:
+                self.same(node, node.all_input_nodes[0])  # it gives the tensor that it waits for
+                continue
+            views = {
+                self._id(value): id_
+                for source in node.all_input_nodes
+                if not (self.fused and not _is_stored(source))
+                for value, id_ in zip(_tensors(source), self.ids(source))
+            }
+            if self.fused and not _is_stored(node):
+                self._ids[node] = tuple(id_ for source in node.all_input_nodes for id_ in self.ids(source))
+                continue
+            found = []
+            for value in _tensors(node):
+                id_ = views.get(self._id(value), self._id(value))
+                found.append(id_)
+                if id_ not in self._made and id_ not in self._outside:
+                    if self.fused and _is_by_element(node):
+                        self._in_place.append(id_)
+                    self._made[id_] = (step, self._bytes(value), op, self.steps[-1][1])
+                self._used[id_] = max(self._used.get(id_, step), step)
+            self._ids[node] = tuple(found)
+
+    def _id(self, value: torch.Tensor) -> Any:
+        """Of a storage; what the backward computes again has the forward's fake tensor, and is another one."""
+        return self.half, value.untyped_storage()._cdata
+
+    def _bytes(self, value: torch.Tensor) -> Size:
+        size = size_of(value.untyped_storage().nbytes())
+        if isinstance(size, int):
+            return size
+        # The state of the random number generator, which is kept for what is computed again, has no size in a graph.
+        return size.subs({s: torch.get_rng_state().numel() for s in size.free_symbols if s not in self.symbols})
+
+    def memory(self, kinds: Mapping[Any, str], forward_steps: int) -> Memory:
+        last = len(self.steps) - 1
+        for id_ in self._in_place:
+            # Inductor writes a result over an operand of the same size that nothing reads any more.
+            start, size = self._made[id_][:2]
+            over = (x for x, made in self._made.items() if self._used[x] == start != made[0] and made[1] == size)
+            for operand in over:
+                if kinds.get(operand) not in ("output", "gradient"):
+                    self._used[operand] = start - 1
+                    break
+        storages = []
+        for id_, (start, size, op, module) in self._made.items():
+            kind = kinds.get(id_, "temporary")
+            end = last if kind in ("output", "gradient") else self._used[id_]
+            storages.append(Storage(size, kind, module, start, end, op))
+        return Memory(tuple(storages), tuple(self.steps), forward_steps)
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor,
+    aten.select.int, aten.alias.default, aten.detach.default, aten.reshape.default, aten.split.Tensor,
+    aten.split_with_sizes.default, operator.getitem,
+}  # fmt: skip
+_BY_ELEMENT = _VIEWS | {
+    aten.full.default, aten.full_like.default, aten.arange.default, aten.arange.start_step, aten.scalar_tensor.default,
+    aten.clone.default, aten._to_copy.default, aten.constant_pad_nd.default, aten.cat.default, aten.copy.default,
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default, aten.scatter.value,
+    torch.ops.prims.convert_element_type.default, torch.ops.prims.iota.default,
+}  # fmt: skip
+_SUMS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
+    aten.any.default, aten.any.dim, aten.var_mean.correction, aten.var.correction, aten.prod.default,
+}  # fmt: skip
+
+
+def _is_by_element(node: Node) -> bool:
+    return node.target in _BY_ELEMENT or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_stored(node: Node) -> bool:
+    """Whether inductor gives a value memory of its own: what it does not fuse reads it, or makes it."""
+    if node.op == "placeholder" or not _is_by_element(node):
+        return True
+    for user in node.users:
+        if user.target in _VIEWS and _is_stored(user):
+            return True
+        if not _is_by_element(user) and user.target not in _SUMS:
+            return True
+    return False
