@@ -415,9 +415,15 @@ def aot_halves(
             found[:] = [graph, None, len(results)]
         return graph
 
+    compiler: Any = keep
     with no_autocast():
         aot_module_simplified(
-            module, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=decompositions
+            module,
+            inputs,
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            partition_fn=partition,
+            decompositions=decompositions,
         )
     forward, backward, outputs = found
     return forward, backward, outputs

@@ -20,7 +20,7 @@ from cp_compile.passes import Context, rewrite
 from cp_compile.program import CPProgram, Signature
 from cp_compile.progress import progress
 
-__all__ = ["export"]
+__all__ = ["GROUP", "captured", "copy_of", "export", "rewritten"]
 
 GROUP = "cp"
 """Stands for the group in the collectives of an exported graph; ``CPProgram.module`` puts the real name in."""
@@ -62,7 +62,7 @@ def export(
     parsed = Options.parse(options)
     with progress() as say:
         say("capturing the model")
-        plain, signature = _captured(model, args, dict(kwargs or {}), dynamic_shapes)
+        plain, signature = captured(model, args, dict(kwargs or {}), dynamic_shapes)
         return rewritten(plain, signature, cp_size, parsed, say)
 
 
@@ -90,14 +90,14 @@ def copy_of(module: GraphModule) -> GraphModule:
     return copy
 
 
-def _captured(
+def captured(
     model: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[GraphModule, Signature]:
+    """The graph of a model in the global view, and how it is called; see ``export``."""
     names = _argument_names(model, args, kwargs)
     if names:
         kwargs = {**dict(zip(names, args)), **kwargs}
-        if isinstance(dynamic_shapes, (tuple, list)):
-            dynamic_shapes = dict(zip(names, dynamic_shapes))
+        dynamic_shapes = _by_name(dynamic_shapes, names)
         args = ()
     args, kwargs = _distinct((tuple(args), kwargs))
     try:
@@ -128,6 +128,15 @@ def _argument_names(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
         return []
     positional = list(bound.arguments)[: len(args)]
     return [*positional, *(name for name in kwargs if name not in positional)]
+
+
+def _by_name(dynamic_shapes: Any, names: Sequence[str]) -> Any:
+    """``dynamic_shapes`` as a dict; of ``(args, kwargs)`` too."""
+    if not isinstance(dynamic_shapes, (tuple, list)):
+        return dynamic_shapes
+    if len(dynamic_shapes) == 2 and isinstance(dynamic_shapes[0], tuple) and isinstance(dynamic_shapes[1], dict):
+        return {**dict(zip(names, dynamic_shapes[0])), **dynamic_shapes[1]}
+    return dict(zip(names, dynamic_shapes))
 
 
 def _distinct(values: Any) -> Any:

@@ -165,8 +165,12 @@ def on_device(module: GraphModule, device: torch.device) -> GraphModule:
     """The graph of a model on the meta device, made for ``device``; another one stays as it is."""
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            if isinstance(node.kwargs.get("device"), torch.device) and node.kwargs["device"].type == "meta":
+            value = node.kwargs.get("device")
+            if isinstance(value, torch.device) and value.type == "meta":
                 node.kwargs = {**node.kwargs, "device": device}
+            elif (node.meta.get("cp_rank") or node.meta.get("cp_seed")) and node.meta["val"].is_meta:
+                with node.meta["val"].fake_mode:
+                    node.meta["val"] = torch.zeros((), dtype=torch.int64, device=device)
         if isinstance(part, GraphModule):
             part.recompile()
     return module

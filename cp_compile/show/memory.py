@@ -1,12 +1,13 @@
 """Memory of a step by liveness: every storage of the forward and backward graphs, from its first to its last use.
 
-What a kernel needs inside of itself is not in a graph. Under ``"aot_eager"`` and ``"eager"`` every op stores its result.
-Inductor fuses: what it computes element by element, and only hands to ops of the kind and to sums, is not stored, and
-what it is computed of is held in its place.
+What a kernel needs inside of itself is not in a graph. Under ``"aot_eager"`` and ``"eager"``, every op stores its
+result. Inductor fuses: what it computes element by element, and hands only to ops of the kind and to sums, is not
+stored, and what it is computed of is held in its place.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -55,14 +56,14 @@ class Peak:
         by_kind: of which, by the kind of storage.
         op: what runs then.
         module: in which module.
-        held: the storages that are held.
+        held: the storages that are held, each with its bytes.
     """
 
     total: int
     by_kind: Mapping[str, int]
     op: str
     module: str
-    held: tuple[Storage, ...]
+    held: tuple[tuple[Storage, int], ...]
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,18 @@ class Memory:
         for storage, amount in alive:
             by_kind[storage.kind] = by_kind.get(storage.kind, 0) + amount
         op, module = self.steps[at] if self.steps else ("", "")
-        return Peak(max(most, 0), by_kind, op, module, tuple(s for s, _ in alive))
+        return Peak(max(most, 0), by_kind, op, module, tuple(alive))
 
 
 def evaluate(size: Size, sizes: Mapping[str, int] | None = None) -> int:
     """A size as a number of bytes, given values for its symbols."""
-    if isinstance(size, int):
-        return size
-    values = {symbol: (sizes or {})[str(symbol)] for symbol in size.free_symbols}
-    return int(sympy.sympify(size).subs(values))
+    return size if isinstance(size, int) else _evaluated(size, tuple((sizes or {}).items()))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _evaluated(size: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> int:
+    values = dict(sizes)
+    return int(size.subs({symbol: values[str(symbol)] for symbol in size.free_symbols}))
 
 
 def memory_of(parts: Halves, *, fused: bool = False) -> Memory:

@@ -1,4 +1,4 @@
-"""What a program costs a rank: exchanges, bytes beside the least, copies, saved activations, the peak, and the passes."""
+"""What a program costs a rank: exchanges, bytes beside the least, copies, saved activations, the peak; the passes."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def _row(
 ) -> Row:
     layers = section.layers or ("",)
     traffic = [_traffic(graph, layers, program.cp_size, sizes) for graph in graphs]
-    traffic += [Traffic({}, 0, 0)] * (2 - len(traffic))
+    forward, backward = traffic if len(traffic) == 2 else (traffic[0], Traffic({}, 0, 0))
     attentions = [node for node in program.graph_module.graph.nodes if is_attention(node.target)]
     mine = [node for node in attentions if layer_of(module_path(node)) in layers]
     least = [least_bytes(node, program.cp_size, sizes) for node in mine]
     found = None if None in least or not least else sum(n for n in least if n is not None)
     saved = [storage for storage in memory.storages if storage.kind == "saved" and layer_of(storage.module) in layers]
     name = layer_ranges(section.layers) if section.layers else "outside of layers"
-    return Row(name, len(section.layers), *traffic[:2], found, sum(evaluate(s.size, sizes) for s in saved))
+    return Row(name, len(section.layers), forward, backward, found, sum(evaluate(s.size, sizes) for s in saved))
 
 
 def _traffic(graph: GraphModule, layers: Sequence[str], cp_size: int, sizes: Mapping[str, int]) -> Traffic:
