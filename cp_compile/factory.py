@@ -74,6 +74,8 @@ def _example(target: str, made: Any) -> Example:
 
 
 def _of_config(path: Path, length: int) -> Example:
+    if not path.exists():
+        raise OptionError(f"there is no {path}")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:

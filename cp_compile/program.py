@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec
 
+from cp_compile.errors import OptionError
 from cp_compile.options import Options
 from cp_compile.passes import Context, Gathered, Output, PassRecord
 from cp_compile.passes.bind_seed import takes_seed
@@ -113,6 +114,10 @@ class CPProgram:
         """
         from cp_compile.show.report import report
 
+        if self.options.stop_after is not None:
+            raise OptionError(
+                f"the rewrite ended behind the pass {self.options.stop_after!r}: there is no program to count"
+            )
         return report(self, sizes)
 
     def draw(self, path: str | PathLike[str]) -> None:

@@ -367,7 +367,7 @@ def test_what_does_not_trace_names_the_line() -> None:
 
     with pytest.raises(RefusedError, match=r"does not trace as one graph[^$]*test_export.py:\d+ .*the branch"):
         cp_compile.export(Branch(), batch(13), cp_size=2)
-    with pytest.raises(RefusedError, match="6 query heads|heads"):
+    with pytest.raises(RefusedError, match="heads"):
         cp_compile.export(model(Config(heads=6, kv_heads=6)), batch(13), cp_size=4)
 
 

@@ -30,7 +30,12 @@ def gibibytes(size: int) -> str:
 def tables(plan: Plan) -> Iterator[Any]:
     """A table of peaks a policy, and one of what the longest sequences are made of."""
     for policy in dict.fromkeys(entry.policy for entry in plan.entries):
+        yield (
+            f"GiB of a rank at the peak; {policy}: {_WORDS[policy]}; {plan.sharding}; - does not fit in "
+            f"{gibibytes(plan.memory)}"
+        )
         yield _peaks(plan, policy)
+    yield f"the longest that fits, of a rank, in GiB; time under the rates of {plan.rates.name!r}, exchanges alone"
     yield _parts(plan)
     for cp_size, reason in plan.refused.items():
         yield f"cp = {cp_size} is refused: {reason}"
@@ -41,11 +46,7 @@ def _peaks(plan: Plan, policy: str) -> Any:
 
     entries = {(e.length, e.cp_size): e for e in plan.entries if e.policy == policy}
     sizes = list(dict.fromkeys(cp_size for _, cp_size in entries))
-    table = Table(
-        title=f"GiB of a rank at the peak; {policy}: {_WORDS[policy]}; {plan.sharding}; "
-        f"- does not fit in {gibibytes(plan.memory)}",
-        title_justify="left",
-    )
+    table = Table()
     table.add_column("tokens", justify="right")
     for cp_size in sizes:
         table.add_column(f"cp = {cp_size}", justify="right")
@@ -63,10 +64,7 @@ def _peak(plan: Plan, entry: Entry) -> str:
 def _parts(plan: Plan) -> Any:
     from rich.table import Table
 
-    table = Table(
-        title=f"the longest that fits, of a rank, in GiB; time under the rates of {plan.rates.name!r}, exchanges alone",
-        title_justify="left",
-    )
+    table = Table()
     for column in ("policy", "cp", "tokens", "parameters", "optimizer", "gradients", "layers", "head and loss", "sent",
                    "seconds", "exchanges"):  # fmt: skip
         table.add_column(column, justify="left" if column == "policy" else "right")

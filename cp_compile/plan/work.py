@@ -38,7 +38,7 @@ class Work:
 
 
 def work_of(parts: Halves, cp_size: int, sizes: Mapping[str, int]) -> Work:
-    """The work of both halves, given values for the symbols of the sizes; FLOPs as torch counts them by op and shapes."""
+    """The work of both halves, given values for the symbols of the sizes; FLOPs as torch counts them, by shapes."""
     matmul = attention = sent = 0
     for graph in parts.graphs:
         for node in graph.graph.nodes:
