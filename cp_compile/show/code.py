@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cp_compile.passes.layouts import Size
 from cp_compile.show.layers import Section, fold, layer_of, layer_ranges
-from cp_compile.show.listing import Line, sizes_text
+from cp_compile.show.listing import Line, identifier, sizes_text
 
 __all__ = ["bytes_text", "difference", "folded", "python", "value_text"]
 
@@ -109,7 +109,7 @@ def _relative(text: str, section: Section) -> str:
     """A line of a layer, without the layer's name in front of each value of its own."""
     if not section.layers:
         return text
-    own = re.sub(r"\W+", "_", section.layers[0])
+    own = identifier(section.layers[0])
     code, mark, comment = text.partition("  # ")
     code = re.sub(rf"\b{own}_", "_", code)
     comment = comment.replace(f"  {section.layers[0]}", "  ")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cp_compile.show.listing import Line
+from cp_compile.show.listing import Line, identifier
 
 __all__ = ["Section", "fold", "layer_of", "layer_ranges"]
 
@@ -71,7 +71,7 @@ def layer_ranges(layers: Sequence[str]) -> str:
 
 def _forms(layer: str, lines: Sequence[Line]) -> list[object]:
     """The lines of a layer without its number, and values from elsewhere by the order in which they are used."""
-    own = re.sub(r"\W+", "_", layer) + "_"
+    own = identifier(layer) + "_"
     outer: dict[str, str] = {}
 
     def form(name: str) -> str:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from cp_compile._compat import dtype_names
+from cp_compile._compat import FakeTensor, dtype_names
 from cp_compile.errors import module_path, user_line
 from cp_compile.passes.editor import COLLECTIVES
 from cp_compile.passes.layouts import Layout, Local, Partial, PerQueryHead, Sharded, Size, global_shape, shape_of
 
-__all__ = ["Line", "Move", "layout_name", "listing", "sent_bytes", "sizes_text"]
+__all__ = ["Line", "Move", "identifier", "layout_name", "listing", "sent_bytes", "sizes_text"]
+
+_SMALL = 8
+"""Elements of a constant that is shown by its values."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Line:
         module: the path of the module whose forward runs it.
         where: ``file.py:12 (code)`` in the user's code.
         itemsize: bytes of an element.
+        is_state: of an input: whether it is a parameter or buffer of the model, and no argument.
         move: of a ``"move"``.
         source: of a ``"move"``: the value that it moves.
     """
@@ -83,6 +87,7 @@ class Line:
     module: str
     where: str
     itemsize: int = 0
+    is_state: bool = False
     move: Move | None = None
     source: str = ""
 
@@ -118,6 +123,7 @@ class _Listing:
         self.insides = {member for inside in self.moves.values() for member in inside}
         self.kinds = {node: self._kind(node) for node in self.nodes}
         self.names = self._names()
+        self.names.update(_constants(module))
 
     def lines(self) -> tuple[Line, ...]:
         return tuple(self._line(node) for node in self.nodes)
@@ -149,7 +155,7 @@ class _Listing:
                 name = f"{names[self._source(node)]}_{self._want(node)}"
             else:
                 name = f"{'rank' if kind == 'prologue' else path}_{_op_name(node.target)}"
-            name = _identifier(name)
+            name = identifier(name)
             if kind in ("op", "local") and not path:
                 taken[name] += not taken[name]  # slice_2 = slice(...): an op's own name stays the op's
             taken[name] += 1
@@ -180,10 +186,11 @@ class _Listing:
         return Line(
             name=self.names[node],
             kind=kind,
+            is_state=bool(node.meta.get("cp_state")),
             op=_op_name(node.target) if node.op == "call_function" else "",
             wrote=_wrote(node) if kind == "op" else "",
             arguments=self._arguments(node),
-            reads=tuple(dict.fromkeys(self.names[n] for n in node.all_input_nodes if n in self.names)),
+            reads=tuple(dict.fromkeys(self.names[n] for n in node.all_input_nodes if n in self.kinds)),
             shape=local if layout is None else global_shape(local, layout),
             local=local,
             dtype="" if tensor is None else dtype_names[tensor.dtype],
@@ -212,7 +219,7 @@ class _Listing:
 
     def _ends(self, node: Node) -> list[Node]:
         """The ops that take a value, behind the steps of their local forms."""
-        users = [user for user in node.users if user in self.names]
+        users = [user for user in node.users if user in self.kinds]
         steps = [user for user in users if self.kinds[user] == "local"]
         behind = [end for step in steps for end in self._ends(step)]
         return [*(user for user in users if user not in steps), *behind]
@@ -224,6 +231,24 @@ class _Listing:
             return _text(node.args[0], self.names)
         given = [_text(argument, self.names) for argument in node.args]
         return ", ".join([*given, *(f"{key}={_text(value, self.names)}" for key, value in node.kwargs.items())])
+
+
+def _constants(module: GraphModule) -> dict[Node, str]:
+    """Names of constants, the same for those that are equal: small ones are their values."""
+    names: dict[Node, str] = {}
+    known: dict[str, str] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        if isinstance(value, GraphModule):
+            key, stem = value.code, "body"
+        elif isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() <= _SMALL:
+            names[node] = f"tensor({value.tolist()})"
+            continue
+        else:
+            key, stem = str(node.target), "constant"
+        number = sum(1 for name in known.values() if name.startswith(stem)) + 1
+        names[node] = known.setdefault(key, stem if number == 1 else f"{stem}_{number}")
+    return names
 
 
 def _counts(node: Node) -> bool:
@@ -271,7 +296,8 @@ def _wrote(node: Node) -> str:
     return _op_name(node.meta.get("cp_op", node.target))
 
 
-def _identifier(text: str) -> str:
+def identifier(text: str) -> str:
+    """A path of the model as a name of Python: ``blocks.0.q`` is ``blocks_0_q``."""
     name = re.sub(r"\W+", "_", text).strip("_") or "value"
     return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 

@@ -288,12 +288,9 @@ def _arguments(lines: Sequence[Line]) -> set[str]:
     """
     inputs = [line for line in lines if line.kind == "input"]
     given = [line for line in inputs if line.layout] or inputs
-    stems = tuple(f"{_name(line.module)}_" for line in lines if line.module)
     moved = {line.source for line in lines if line.kind == "move"}
     read = {name for line in lines if line.kind != "prologue" for name in line.reads}
-    return {
-        line.name for line in given if line.name in read and (line.name in moved or not line.name.startswith(stems))
-    }
+    return {line.name for line in given if line.name in read and (line.name in moved or not line.is_state)}
 
 
 def _firsts(drawn: Sequence[Line], sections: Sequence[Section]) -> dict[str, str]:
@@ -314,7 +311,3 @@ def _child(module: str, path: str) -> str:
     if not rest:
         return ""
     return f"{module}.{rest.partition('.')[0]}".lstrip(".")
-
-
-def _name(module: str) -> str:
-    return module.replace(".", "_")

@@ -115,20 +115,6 @@ def test_the_difference_to_the_plain_graph(program: CPProgram) -> None:
     assert difference(plain, plain) == ""
 
 
-class Uneven(nn.Module):
-    """Layers of two kinds, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lm = model(Config(layers=4))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.lm.embed(ids)
-        for i, block in enumerate(self.lm.blocks):
-            x = block(x) if i % 2 else block(x * 2)
-        return x.sum()
-
-
 def test_layers_of_several_kinds() -> None:
     lm = model(Config(layers=4))
     lm.blocks[1].up = nn.Identity()  # type: ignore[assignment]
@@ -141,6 +127,35 @@ def test_layers_of_several_kinds() -> None:
     sections = [section.layers for section in fold(listing(program.graph_module, 2)) if section.layers]
     assert sections == [("blocks.0", "blocks.2"), ("blocks.1", "blocks.3")]
     assert "# blocks.0, blocks.2, 2 equal layers" in program.explain()
+
+
+class Constants(nn.Module):
+    """A root of layers, each with a constant of its own that is equal to the others'."""
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        super().__init__()
+        self.lm = model(Config(layers=1))
+        self.layers = nn.Sequential(*(Shifted(value) for value in values))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.layers(self.lm(ids, labels)[1]).sum()  # type: ignore[no-any-return]
+
+
+class Shifted(nn.Module):
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tensor([self.value], dtype=x.dtype)
+
+
+@pytest.mark.parametrize(("values", "count"), [((7, 7), 1), ((7, 8), 2)])
+def test_constants_are_equal_by_their_values(values: tuple[int, ...], count: int) -> None:
+    program = cp_compile.export(Constants(values), batch(13), cp_size=2)
+    sections = [section for section in fold(listing(program.graph_module, 2)) if "layers." in str(section.layers)]
+    assert len(sections) == count
+    assert "tensor([7" in program.code
 
 
 def test_paths() -> None:
