@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Llama"]
+__all__ = ["Llama", "example"]
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
@@ -88,3 +88,8 @@ class Llama(nn.Module):
         logits = self.head(self.norm(x))
         labels = F.pad(ids[:, 1:], (0, 1), value=-100)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def example(sequence_length: int) -> tuple[Llama, list[Tensor]]:
+    """The model and a batch, for ``cp-compile explain cp_compile.demo_model:example``."""
+    return Llama(), [torch.zeros(1, sequence_length, dtype=torch.int64)]

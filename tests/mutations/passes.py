@@ -560,7 +560,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "no pads anywhere",
             "whether a rank holds pads",
-            "return not (self.start == 0 and isinstance(self.size, int) and self.size == cp_size * self.chunk)",
+            "return not (same(self.start, 0) and same(self.size, cp_size * self.chunk))",
             "return False",
             model("pads"),
         ),
