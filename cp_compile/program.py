@@ -58,10 +58,10 @@ class CPProgram:
         options: those of the export.
     """
 
-    graph_module: GraphModule
-    plain: GraphModule
+    graph_module: GraphModule = field(repr=False)
+    plain: GraphModule = field(repr=False)
     outputs: tuple[Output, ...]
-    signature: Signature
+    signature: Signature = field(repr=False)
     cp_size: int
     options: Options
     _context: Context = field(repr=False)

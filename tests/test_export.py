@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -215,6 +216,31 @@ def run_on_a_mesh_of_another_name(folder: str) -> None:
 
 def test_on_a_mesh_of_another_name(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(run_on_a_mesh_of_another_name, str(tmp_path))
+
+
+def composed(kind: str) -> None:
+    """Averaged by DDP or FSDP2 as the plain model would be, over two steps of an optimizer."""
+    lm, program = exported(False, "aot_eager")
+    plain, module = copy.deepcopy(lm), program.module()
+    if kind == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(module)
+    else:
+        wrapped = fully_shard(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapped, plain)]
+    for seed in (1, 2):
+        ids, labels = (torch.roll(x, seed, 1) for x in batch(13))
+        for m, optimizer in zip((wrapped, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(ids, labels, False)["loss"].backward()
+            optimizer.step()
+    found = {name.removeprefix("module."): parameter for name, parameter in wrapped.named_parameters()}
+    for name, right in plain.named_parameters():
+        assert relative_error(whole(found[name]).detach(), right.detach()) <= 1e-8, name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_it_composes_with(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(composed, kind)
 
 
 def custom_function_runs() -> None:

@@ -115,7 +115,7 @@ def test_of_a_configuration_with_checkpoints_on_the_command_line(
     assert default["head"] == pytest.approx(4 * entries["default", 4, 64 * K]["head"], rel=0.01)
     drawing = ET.fromstring(svg.read_text())
     labels = {element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"8K", "256K", "cp 4", "recompute: default", "recompute: checkpoint", "device: 0.5"} <= labels
+    assert {"8K", "256K", "cp 4", "recompute: default", "recompute: checkpoint", "0.5 GiB"} <= labels
     points = [e.get("points") for e in drawing.iter("{http://www.w3.org/2000/svg}polyline")]
     assert len(points) == 2
 

@@ -75,19 +75,27 @@ def _panel(plan: Plan, policy: str, left: int) -> str:
                      f"{length_text(length)}</text>")  # fmt: skip
     middle = left + _LEFT + (_WIDTH - _LEFT - _RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">tokens of a sequence</text>')
-    parts.append(_limit(plan, left, y(plan.memory)))
-    taken: list[float] = []
+    taken: list[tuple[float, float]] = []
+    parts.append(_limit(plan, left, y(plan.memory), taken))
     for number, cp_size in enumerate(sorted({entry.cp_size for entry in entries})):
         mine = [e for e in entries if e.cp_size == cp_size and math.log2(e.peak) <= high]
         parts.append(_curve(mine, x, y, number, cp_size, taken))
     return "\n".join(parts)
 
 
-def _limit(plan: Plan, left: int, height: float) -> str:
-    return (
-        f'<line class="limit" x1="{left + _LEFT}" x2="{left + _WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>'
-        f'<text class="limit-text" x="{left + _LEFT + 4}" y="{height - 5:.1f}">device: {gibibytes(plan.memory)}</text>'
+def _limit(plan: Plan, left: int, height: float, taken: list[tuple[float, float]]) -> str:
+    right = left + _WIDTH - _RIGHT
+    return f'<line class="limit" x1="{left + _LEFT}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}"/>' + _label(
+        "limit-text", f"{gibibytes(plan.memory)} GiB", right, height, taken
     )
+
+
+def _label(hue: str, text: str, x: float, y: float, taken: list[tuple[float, float]]) -> str:
+    """A text at the right of a point, lower where another one stands there."""
+    while any(abs(x - a) < 30 and abs(y - b) < 12 for a, b in taken):
+        y += 4
+    taken.append((x, y))
+    return f'<text class="{hue}" x="{x + 7:.1f}" y="{y + 4:.1f}">{text}</text>'
 
 
 def _curve(
@@ -96,7 +104,7 @@ def _curve(
     y: Callable[[float], float],
     number: int,
     cp_size: int,
-    taken: list[float],
+    taken: list[tuple[float, float]],
 ) -> str:
     if not entries:
         return ""
@@ -108,9 +116,5 @@ def _curve(
         f"{gibibytes(e.peak)} GiB</title></circle>"
         for (a, b), e in zip(points, entries, strict=True)
     )
-    a, b = points[-1]
-    while any(abs(b - other) < 12 for other in taken):
-        b += 12
-    taken.append(b)
-    label = f'<text x="{a + 7:.1f}" y="{b + 4:.1f}">cp {cp_size}</text>'
+    label = _label("", f"cp {cp_size}", *points[-1], taken)
     return f'<polyline class="curve {hue}" style="fill:none" points="{line}"/>{dots}{label}'
