@@ -349,6 +349,7 @@ def save_exported(module: torch.fx.GraphModule, state: Mapping[str, torch.Tensor
     shape_env: Any = next(value.fake_mode.shape_env for value in fakes if isinstance(value, FakeTensor))
     signature: Any = ExportGraphSignature(inputs, outputs)
     module, signature = replace_set_grad_with_hop_pass(module, signature)
+    ranges = ranges_of(module)
     given = tuple(range(sum(spec.kind == InputKind.USER_INPUT for spec in inputs)))
     call = ModuleCallSignature([], [], pytree.tree_structure((given, {})), pytree.tree_structure(tuple(results)))
     program = ExportedProgram(
@@ -356,7 +357,9 @@ def save_exported(module: torch.fx.GraphModule, state: Mapping[str, torch.Tensor
         graph=module.graph,
         graph_signature=signature,
         state_dict=dict(state),
-        range_constraints=dict(shape_env.var_to_range),
+        range_constraints={
+            symbol: limits for symbol, limits in shape_env.var_to_range.items() if str(symbol) in ranges
+        },
         module_call_graph=[ModuleCallEntry("", call)],
         constants={},
         verifiers=[TrainingIRVerifier],

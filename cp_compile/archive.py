@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import TreeSpec, treespec_dumps, treespec_loads
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_compile._compat import save_exported
 from cp_compile.errors import CPError, RefusedError
@@ -40,13 +41,24 @@ def save(program: CPProgram, path: str | PathLike[str]) -> None:
     """Writes ``path`` and its manifest; see ``CPProgram.save``."""
     _refuse_what_is_lost(program)
     signature = program.signature
-    save_exported(_archived(program.graph_module), signature.state, path)
+    archived, constants = _archived(program.graph_module)
+    tensors = {**signature.state, **constants, **signature.unused}
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    aliases = {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    inputs = [_describe(node) for node in archived.graph.find_nodes(op="placeholder")]
+    save_exported(archived, kept, path)
     manifest = {
         "format": FORMAT,
         "cp_size": program.cp_size,
         "mesh_dim": GROUP,
         "arguments": list(signature.arguments),
-        "inputs": [_describe(node) for node in program.graph_module.graph.find_nodes(op="placeholder")],
+        "inputs": inputs,
+        "unused": list(signature.unused),
+        "aliases": aliases,
+        "transient": [*signature.transient, *constants],
+        "training": signature.training,
+        "recompute": _recompute(program.graph_module),
         "ranges": signature.ranges,
         "conditions": list(signature.conditions),
         "in_spec": treespec_dumps(signature.in_spec),
@@ -76,13 +88,22 @@ def load(path: str | PathLike[str], mesh: Any = None) -> RankModule:
     for node, entry in zip(module.graph.find_nodes(op="placeholder"), manifest["inputs"], strict=True):
         node.meta.update(cp_input=entry["name"], **{f"cp_{entry['kind']}": True})
         node.meta.setdefault("val", entry.get("value"))
+    for node in module.graph.nodes:
+        if node.name in manifest["recompute"]:
+            policy, region = manifest["recompute"][node.name]
+            node.meta.update(recompute=CheckpointPolicy(policy), ac_graph_id=region)
+    tensors = exported.state_dict
+    tensors.update({name: tensors[first] for name, first in manifest["aliases"].items()})
     signature = Signature(
-        tuple(manifest["arguments"]),
-        _spec(manifest["in_spec"]),
-        _spec(manifest["out_spec"]),
-        {entry["name"]: exported.state_dict[entry["name"]] for entry in manifest["inputs"] if entry["kind"] == "state"},
-        {name: (low, high) for name, (low, high) in manifest["ranges"].items()},
-        tuple(manifest["conditions"]),
+        arguments=tuple(manifest["arguments"]),
+        in_spec=_spec(manifest["in_spec"]),
+        out_spec=_spec(manifest["out_spec"]),
+        state={entry["name"]: tensors[entry["name"]] for entry in manifest["inputs"] if entry["kind"] == "state"},
+        ranges={name: (low, high) for name, (low, high) in manifest["ranges"].items()},
+        conditions=tuple(manifest["conditions"]),
+        unused={name: tensors[name] for name in manifest["unused"]},
+        transient=tuple(manifest["transient"]),
+        training=manifest["training"],
     )
     outputs = [Output(**{**entry, "size": _size(entry["size"])}) for entry in manifest["outputs"]]
     return RankModule(module, outputs, signature, group, Options.parse(manifest["options"]))
@@ -131,15 +152,48 @@ def _refuse_what_is_lost(program: CPProgram) -> None:
             )
 
 
-def _archived(module: GraphModule) -> GraphModule:
-    """A copy of a graph with what an archive holds of each node: its value, its line and its module."""
+def _archived(module: GraphModule) -> tuple[GraphModule, dict[str, torch.Tensor]]:
+    """A copy of a graph with what an archive holds of each node, and its constants, which are inputs there."""
     copy = copy_of(module)
+    constants = _lift_constants(copy)
     for node in copy.graph.nodes:
-        kept = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace", "cp_state", "cp_input")}
+        kept = {key: node.meta[key] for key in _KEPT if key in node.meta}
         stack = node.meta.get("nn_module_stack", {})
         kept["nn_module_stack"] = {key: (path, _type_name(kind)) for key, (path, kind) in stack.items()}
         node.meta = kept
-    return copy
+    return copy, constants
+
+
+_KEPT = ("val", "stack_trace", "cp_input", "cp_argument", "cp_state", "cp_seed", "cp_rank")
+
+
+def _lift_constants(module: GraphModule) -> dict[str, torch.Tensor]:
+    """Makes the constants of a graph its inputs, behind the state."""
+    constants: dict[str, torch.Tensor] = {}
+    inputs = module.graph.find_nodes(op="placeholder")
+    ours = next(node for node in inputs if node.meta.get("cp_seed") or node.meta.get("cp_rank"))
+    fake_mode = ours.meta["val"].fake_mode
+    lifted: dict[str, Node] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        value = getattr(module, name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if name not in lifted:
+            constants[name] = value
+            with module.graph.inserting_before(ours):
+                lifted[name] = module.graph.placeholder(name)
+            lifted[name].meta.update(val=fake_mode.from_tensor(value, static_shapes=True), cp_input=name, cp_state=True)
+        node.replace_all_uses_with(lifted[name])
+        module.graph.erase_node(node)
+    module.recompile()
+    return constants
+
+
+def _recompute(module: GraphModule) -> dict[str, tuple[int, int]]:
+    """The policy and the region of each node in a checkpoint, which an archive has no place for."""
+    tagged = [node for node in module.graph.nodes if "recompute" in node.meta]
+    return {node.name: (node.meta["recompute"].value, node.meta["ac_graph_id"]) for node in tagged}
 
 
 def _type_name(kind: Any) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cp_compile.errors import CPError, OptionError
+
 __all__ = ["main"]
 
 _TARGET = (
@@ -22,6 +24,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return value
 
 
@@ -97,7 +106,7 @@ def _add_plan(commands: Any) -> None:
         "the rewritten graph on fake tensors; no GPU is needed.",
     )
     plan.add_argument("target", metavar="TARGET", help=_TARGET)
-    plan.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of a device in GiB")
+    plan.add_argument("--memory", type=_above_zero, required=True, metavar="GIB", help="memory of a device in GiB")
     plan.add_argument("--cp", type=_positive, nargs="+", default=list(CP_SIZES), help="ranks (default: 1 to 64)")
     plan.add_argument(
         "--lengths", type=_length, nargs="+", default=list(LENGTHS), help="tokens (default: 8K to 4M, doubling)"
@@ -127,7 +136,9 @@ def _add_options(command: Any) -> None:
 def _options(given: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"fallback": given.fallback}
     if given.sequence:
-        name, _, dim = given.sequence.partition(":")
+        name, mark, dim = given.sequence.partition(":")
+        if mark and not re.fullmatch(r"-?\d+", dim):
+            raise OptionError(f"--sequence is {given.sequence!r}; it takes a name, or a name and a dim as in ids:1")
         found["sequence"] = (name, int(dim)) if dim else name
     return found
 
@@ -164,15 +175,16 @@ def _plan(given: Any) -> int:
     import torch
     from rich.console import Console
 
-    from cp_compile.errors import OptionError
     from cp_compile.factory import Example, find_factory
     from cp_compile.plan import plan
     from cp_compile.plan.rates import read_rates
     from cp_compile.progress import progress
 
     dtype, optimizer = getattr(torch, given.dtype, None), getattr(torch.optim, given.optimizer, None)
-    if not isinstance(dtype, torch.dtype) or optimizer is None:
-        raise OptionError(f"torch has no dtype {given.dtype!r}, or torch.optim no {given.optimizer!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise OptionError(f"--dtype is {given.dtype!r}; it takes a floating dtype of torch, as in bfloat16")
+    if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"--optimizer is {given.optimizer!r}; it takes an optimizer of torch.optim, as in AdamW")
     factory = find_factory(given.target)
 
     def make(length: int) -> Example:
@@ -202,8 +214,6 @@ def _plan(given: Any) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
-    from cp_compile.errors import CPError
-
     given = parser().parse_args(arguments)
     try:
         return int(given.run(given))

@@ -20,7 +20,7 @@ from cp_compile.passes import Context, rewrite
 from cp_compile.program import CPProgram, Signature
 from cp_compile.progress import progress
 
-__all__ = ["GROUP", "captured", "copy_of", "export", "rewritten"]
+__all__ = ["GROUP", "captured", "copy_of", "export", "names_of_arguments", "rewritten"]
 
 GROUP = "cp"
 """Stands for the group in the collectives of an exported graph; ``CPProgram.module`` puts the real name in."""
@@ -94,11 +94,14 @@ def captured(
     model: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[GraphModule, Signature]:
     """The graph of a model in the global view, and how it is called; see ``export``."""
-    names = _argument_names(model, args, kwargs)
+    names = names_of_arguments(model, args, kwargs)
     if names:
         kwargs = {**dict(zip(names, args)), **kwargs}
-        dynamic_shapes = _by_name(dynamic_shapes, names)
+        if isinstance(dynamic_shapes, (tuple, list)):
+            dynamic_shapes = dict(zip(names, dynamic_shapes))
         args = ()
+    else:
+        kwargs = dict(sorted(kwargs.items()))
     args, kwargs = _distinct((tuple(args), kwargs))
     try:
         traced = export_to_torch_ir(model, tuple(args), kwargs, dynamic_shapes)
@@ -112,31 +115,41 @@ def captured(
     state.update(model.named_buffers(remove_duplicate=False))
     used = [node.meta["cp_input"] for node in module.graph.find_nodes(op="placeholder") if node.meta.get("cp_state")]
     tensors = {name: state[name] if name in state else attribute(traced, name) for name in used}
-    conditions = guards_of(module)
     out_spec: Any = traced._out_spec
-    return module, Signature(tuple(names), in_spec, out_spec, tensors, ranges_of(module), conditions)
+    known = model.state_dict().keys()
+    return module, Signature(
+        arguments=tuple(names),
+        in_spec=in_spec,
+        out_spec=out_spec,
+        state=tensors,
+        ranges=ranges_of(module),
+        conditions=guards_of(module),
+        unused={name: tensor for name, tensor in state.items() if name not in tensors},
+        transient=tuple(name for name in {**tensors, **state} if name not in known),
+        training=model.training,
+    )
 
 
-def _argument_names(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The names of the forward's arguments in order, those given by position first; ``[]``: not all have one."""
+def names_of_arguments(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of the forward's arguments in order, those given by position first; ``[]``: not all have one.
+
+    Raises:
+        OptionError: they do not fit.
+    """
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise OptionError(f"the example does not fit {type(model).__name__}.forward: {error}") from None
     kinds = [bound.signature.parameters[name].kind for name in bound.arguments]
-    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
+    if inspect.Parameter.POSITIONAL_ONLY in kinds:
+        raise OptionError(
+            f"{type(model).__name__}.forward takes arguments by position only, which torch.export's capture does not: "
+            'leave the "/" out of its signature'
+        )
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
         return []
     positional = list(bound.arguments)[: len(args)]
     return [*positional, *(name for name in kwargs if name not in positional)]
-
-
-def _by_name(dynamic_shapes: Any, names: Sequence[str]) -> Any:
-    """``dynamic_shapes`` as a dict; of ``(args, kwargs)`` too."""
-    if not isinstance(dynamic_shapes, (tuple, list)):
-        return dynamic_shapes
-    if len(dynamic_shapes) == 2 and isinstance(dynamic_shapes[0], tuple) and isinstance(dynamic_shapes[1], dict):
-        return {**dict(zip(names, dynamic_shapes[0])), **dynamic_shapes[1]}
-    return dict(zip(names, dynamic_shapes))
 
 
 def _distinct(values: Any) -> Any:

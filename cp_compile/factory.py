@@ -55,6 +55,8 @@ def find_factory(target: str) -> Make:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise OptionError(f"{target!r} cannot be imported: {error}") from None
+    if not callable(factory):
+        raise OptionError(f"{target!r} is a {type(factory).__name__}; it takes a function")
     takes_length = bool(inspect.signature(factory).parameters)
     return lambda length: _example(target, factory(length) if takes_length else factory())
 

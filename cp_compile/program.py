@@ -34,6 +34,10 @@ class Signature:
             model: the model's own.
         ranges: the least and the largest value of each symbol of the sizes, by its name.
         conditions: what holds of these symbols wherever the graph is the model's, in sympy's words.
+        unused: the model's other parameters and buffers, other names of tied ones among them, so that a state dict of
+            the model is one of the program.
+        transient: names of state that no state dict holds: constants, and buffers that do not persist.
+        training: the model's mode.
     """
 
     arguments: tuple[str, ...]
@@ -42,6 +46,9 @@ class Signature:
     state: Mapping[str, torch.Tensor]
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     conditions: tuple[str, ...] = ()
+    unused: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    transient: tuple[str, ...] = ()
+    training: bool = True
 
 
 @dataclass(frozen=True)

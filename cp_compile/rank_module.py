@@ -23,6 +23,7 @@ from cp_compile.passes import Output
 from cp_compile.passes.layouts import Size, same, shape_of
 from cp_compile.peers import Peers
 from cp_compile.program import CPProgram, Signature
+from cp_compile.show.listing import sizes_text
 
 __all__ = ["RankModule", "for_group", "group_of_size", "lookup", "register"]
 
@@ -50,15 +51,17 @@ class RankModule(nn.Module):
         options: Options,
     ) -> None:
         super().__init__()
-        for name, tensor in signature.state.items():
-            register(self, name, tensor)
-        self._graph = [graph_module]  # in a list: its constants are no part of the module
-        self._signature, self._group, self._options = signature, group, options
-        self._outputs = tuple(outputs)
-        self._names = [*argument_names(signature.in_spec), *signature.state]
-        self._placeholders = graph_module.graph.find_nodes(op="placeholder")
-        self._peers = Peers(group, options.check_timeout)
-        self._compiled: dict[tuple[Any, ...], Callable[..., list[Any]]] = {}
+        for name, tensor in {**signature.state, **signature.unused}.items():
+            register(self, name, tensor, persistent=name not in signature.transient)
+        # Names that no part of a model has. The graph is in a list: its constants are no part of the module.
+        self._cp_graph = [graph_module]
+        self._cp_signature, self._cp_group, self._cp_options = signature, group, options
+        self._cp_outputs = tuple(outputs)
+        self._cp_names = [*argument_names(signature.in_spec), *signature.state]
+        self._cp_placeholders = graph_module.graph.find_nodes(op="placeholder")
+        self._cp_peers = Peers(group, options.check_timeout)
+        self._cp_compiled: dict[tuple[Any, ...], Callable[..., list[Any]]] = {}
+        self.training = signature.training
 
     @classmethod
     def of_program(cls, program: CPProgram, mesh: Any) -> RankModule:
@@ -80,10 +83,10 @@ class RankModule(nn.Module):
         try:
             leaves = self._leaves(args, kwargs)
         except CPError as error:
-            if not self._compiled:
-                self._peers.refuse(str(error))
+            if not self._cp_compiled:
+                self._cp_peers.refuse(str(error))
             raise
-        state = [lookup(self, name) for name in self._signature.state]
+        state = [lookup(self, name) for name in self._cp_signature.state]
         if any(tensor.is_meta for tensor in state):
             raise CPError(
                 "the program was exported on the meta device, and its module has no weights yet\n"
@@ -91,23 +94,35 @@ class RankModule(nn.Module):
                 "assign=True)"
             )
         inputs = [*leaves, *state]
-        # Compilers specialise: one program a length. As it stands, the graph is right for all.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shapes = () if self._options.compiler == "eager" else tuple(tensor.shape for tensor in tensors)
-        if shapes not in self._compiled:
-            self._compiled[shapes] = self._bound(inputs)
-        return tree_unflatten(self._compiled[shapes](*inputs), self._signature.out_spec)
+        key = _specialised(inputs, self._cp_options.compiler)
+        if key not in self._cp_compiled:
+            self._cp_compiled[key] = self._bound(inputs)
+        return tree_unflatten(self._cp_compiled[key](*inputs), self._cp_signature.out_spec)
+
+    def train(self, mode: bool = True) -> RankModule:
+        """As it was exported: what a model does otherwise in the other mode is not in its graph.
+
+        Raises:
+            CPError: the program was exported in the other mode.
+        """
+        if mode != self._cp_signature.training:
+            mine, other = ("train", "eval")[:: 1 if self._cp_signature.training else -1]
+            raise CPError(
+                f"the program was exported in {mine} mode, and cannot be put into {other} mode\n"
+                f"  remedy: export the model again behind model.{other}()"
+            )
+        return self
 
     def _bound(self, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
         device = next(value.device for value in inputs if isinstance(value, torch.Tensor))
-        module = on_device(self._graph[0], device)
-        program = Program(module, self._outputs, tuple(self._names))
-        ours = [torch.zeros((), dtype=torch.int64, device=device) for _ in self._placeholders[len(inputs) :]]
-        compiled = compile_graph(module, [*inputs, *ours], self._options)
-        return bind(program, compiled, self._group, self._peers, self._options, inputs)
+        module = on_device(self._cp_graph[0], device)
+        program = Program(module, self._cp_outputs, tuple(self._cp_names))
+        ours = [torch.zeros((), dtype=torch.int64, device=device) for _ in self._cp_placeholders[len(inputs) :]]
+        compiled = compile_graph(module, [*inputs, *ours], self._cp_options)
+        return bind(program, compiled, self._cp_group, self._cp_peers, self._cp_options, inputs)
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        names = self._signature.arguments
+        names = self._cp_signature.arguments
         if names:
             given = {**dict(zip(names, args)), **kwargs}
             missing = [name for name in names if name not in given]
@@ -120,14 +135,25 @@ class RankModule(nn.Module):
                 )
             # In the order of the export, whatever the order of the call.
             args, kwargs = (), {name: given[name] for name in names}
-        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        if spec != self._signature.in_spec:
+        leaves, spec = tree_flatten((tuple(args), dict(sorted(kwargs.items())) if not names else kwargs))
+        if spec != self._cp_signature.in_spec:
             raise CPError(
-                f"the program was exported for arguments of the form {self._signature.in_spec}, and was called with "
+                f"the program was exported for arguments of the form {self._cp_signature.in_spec}, and was called with "
                 f"{spec}\n  remedy: call it as in the export, or export it anew"
             )
-        _check_leaves(leaves, self._placeholders, self._signature)
+        _check_leaves(leaves, self._cp_placeholders, self._cp_signature)
         return leaves
+
+
+def _specialised(inputs: Sequence[Any], compiler: str) -> tuple[Any, ...]:
+    """What one compiled form holds for: what requires grad and where it lies, and of a compiler the sizes too.
+
+    As it stands, a graph is right for all sizes; compilers specialise.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    sizes = () if compiler == "eager" else tuple(tensor.shape for tensor in tensors)
+    kinds = tuple((tensor.requires_grad, tensor.dtype, tensor.device) for tensor in tensors)
+    return torch.is_grad_enabled(), kinds, sizes
 
 
 def group_of_size(mesh: Any, cp_size: int, what: str) -> Group:
@@ -193,7 +219,7 @@ def _check_leaves(leaves: Sequence[Any], placeholders: Sequence[Any], signature:
         ):
             raise CPError(
                 f"argument {name!r} is {value.dtype} {list(value.shape)}, and the program was exported for "
-                f"{expected.dtype} {list(shape_of(expected))}{_REMEDY}"
+                f"{expected.dtype} {sizes_text(shape_of(expected))}{_limits(signature.ranges)}{_REMEDY}"
             )
     for condition in signature.conditions:
         if not holds(condition, {str(symbol): size for symbol, size in symbols.items()}):
@@ -201,6 +227,13 @@ def _check_leaves(leaves: Sequence[Any], placeholders: Sequence[Any], signature:
                 f"the program holds for sizes with {condition}, and was called with "
                 f"{', '.join(f'{symbol} = {size}' for symbol, size in symbols.items())}{_REMEDY}"
             )
+
+
+def _limits(ranges: Ranges) -> str:
+    """``, 3 <= s11 <= 64``."""
+    return "".join(
+        f", {low} <= {name}" + (f" <= {high}" if high < sys.maxsize else "") for name, (low, high) in ranges.items()
+    )
 
 
 def _binds(size: int, expected: Size, symbols: dict[sympy.Symbol, int], ranges: Ranges) -> bool:
@@ -218,7 +251,7 @@ def _binds(size: int, expected: Size, symbols: dict[sympy.Symbol, int], ranges: 
     return low <= symbols[free[0]] <= high
 
 
-def register(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def register(module: nn.Module, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
     """Registers a tensor under a dotted name, with plain modules on the way."""
     *path, own = name.split(".")
     for part in path:
@@ -228,7 +261,7 @@ def register(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         module.register_parameter(own, tensor)
     else:
-        module.register_buffer(own, tensor)
+        module.register_buffer(own, tensor, persistent=persistent)
 
 
 def lookup(module: nn.Module, name: str) -> Any:

@@ -25,3 +25,6 @@ def six_heads() -> tuple[Any, ...]:
 
 def nothing() -> int:
     return 7
+
+
+NUMBER = 7

@@ -175,8 +175,29 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
         ("tests.factories:none", "cannot be imported: .* has no attribute 'none'"),
         ("tests.factories", "names no factory; it takes module:function"),
         ("nowhere.json", "there is no nowhere.json"),
+        ("tests.factories:NUMBER", "is a int; it takes a function"),
     ],
 )
 def test_targets_that_do_not_work(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", target, "--cp", "4"]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "nan"], "nan is no number above 0"),
+        (["--memory", "0"], "0 is no number above 0"),
+        (["--memory", "1", "--lengths", "8Q"], "'8Q' is no length; it takes 8192, 8K or 1M"),
+        (["--memory", "1", "--dtype", "int64"], "it takes a floating dtype"),
+        (["--memory", "1", "--optimizer", "lr_scheduler"], "it takes an optimizer of torch.optim"),
+        (["--memory", "1", "--sequence", "ids:x"], "it takes a name, or a name and a dim"),
+    ],
+)
+def test_arguments_that_do_not_work(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(["plan", "tests.factories:llama", "--cp", "1", "--lengths", "8K", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert message in capsys.readouterr().err

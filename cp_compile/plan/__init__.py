@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cp_compile.errors import CPError, OptionError
-from cp_compile.export import captured, rewritten
+from cp_compile.export import captured, names_of_arguments, rewritten
 from cp_compile.factory import Example, Make
 from cp_compile.options import Options
 from cp_compile.plan.rates import Rates, read_rates
@@ -164,6 +164,8 @@ def plan(
         raise OptionError(f"sharding is {sharding!r}; it takes 'ddp', 'zero1' or 'fsdp'")
     if any(length % _STEP or length < 2 * _STEP for length in lengths):
         raise OptionError(f"lengths are {list(lengths)}; they are multiples of {_STEP}, from {2 * _STEP}")
+    if not memory > 0:
+        raise OptionError(f"memory is {memory}; it takes bytes, a number above 0")
     rates = rates or read_rates()
     entries: list[Entry] = []
     refused: dict[int, str] = {}
@@ -244,12 +246,14 @@ def _symbolic(make: Make, length: int) -> tuple[Example, Any]:
                 sizes[i] = _STEP * dim
         return sizes or None
 
-    given = (tuple(example.args), dict(example.kwargs or {}))
-    longer = (tuple(other.args), dict(other.kwargs or {}))
-    args, kwargs = tree_map(shape, given, longer)
-    if not any(tree_leaves((args, kwargs))):
+    names = names_of_arguments(example.model, example.args, dict(example.kwargs or {}))
+    if not names:
+        raise OptionError("plan takes a model whose forward names its arguments")
+    given, longer = ({**dict(zip(names, each.args)), **(each.kwargs or {})} for each in (example, other))
+    shapes = tree_map(shape, given, longer)
+    if not any(tree_leaves(shapes)):
         raise OptionError("the example is the same for another length: the factory takes the sequence length")
-    return example, (args, kwargs)
+    return example, shapes
 
 
 def _checkpoints(model: Any) -> bool:

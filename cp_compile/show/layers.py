@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cp_compile.show.listing import Line, identifier
@@ -33,7 +33,8 @@ def layer_of(module: str) -> str:
 def fold(lines: Sequence[Line]) -> tuple[Section, ...]:
     """The sections of a listing in order; layers that are equal are one section.
 
-    Equal: the same ops, arguments, shapes, layouts and moves; values from elsewhere need only be used alike.
+    Equal: the same ops, arguments, shapes, layouts and moves on the same values from elsewhere; but that each reads
+    what the layer in front of it has made, and the first of all what stands in that place.
     """
     runs: dict[str, list[Line]] = {}
     between = 0
@@ -43,13 +44,27 @@ def fold(lines: Sequence[Line]) -> tuple[Section, ...]:
         between += before != "" and layer == ""
         before = layer
         runs.setdefault(layer or f"<{between}>", []).append(line)
-    equal: dict[tuple[object, ...], list[str]] = {}
-    for key, run in runs.items():
-        form = (key,) if key.startswith("<") else tuple(_forms(key, run))
-        equal.setdefault(form, []).append(key)
-    return tuple(
-        Section(tuple(runs[keys[0]]), () if keys[0].startswith("<") else tuple(keys)) for keys in equal.values()
-    )
+    layers = {key: _Layer(key, run) for key, run in runs.items() if not key.startswith("<")}
+    equal: list[list[str]] = []
+    for key in runs:
+        kind = next((keys for keys in equal if key in layers and _are_equal(layers, keys[0], key)), None)
+        if kind is None:
+            equal.append([key])
+        else:
+            kind.append(key)
+    return tuple(Section(tuple(runs[keys[0]]), tuple(keys) if keys[0] in layers else ()) for keys in equal)
+
+
+def _are_equal(layers: Mapping[str, _Layer], a: str, b: str) -> bool:
+    if a not in layers or len(layers[a].lines) != len(layers[b].lines):
+        return False
+    first, second = layers[a], layers[b]
+    words = [layer.words() for layer in (first, second)]
+    if len(words[0]) != len(words[1]):
+        return False
+    # What the first layer of all reads in the place of a layer in front of it.
+    hidden = {x: y for x, y in zip(*words) if y.startswith("<-1>") and not x.startswith("<")}
+    return [hidden.get(word, word) for word in words[0]] == list(words[1]) and first.forms() == second.forms()
 
 
 def layer_ranges(layers: Sequence[str]) -> str:
@@ -69,28 +84,48 @@ def layer_ranges(layers: Sequence[str]) -> str:
     return ", ".join(texts)
 
 
-def _forms(layer: str, lines: Sequence[Line]) -> list[object]:
-    """The lines of a layer without its number, and values from elsewhere by the order in which they are used."""
-    own = identifier(layer) + "_"
-    outer: dict[str, str] = {}
+class _Layer:
+    """A layer's lines, without its number."""
 
-    def form(name: str) -> str:
-        if name.startswith(own):
-            return "*" + name[len(own) :]
-        return outer.setdefault(name, f"<{len(outer)}>")
+    def __init__(self, path: str, lines: Sequence[Line]) -> None:
+        self.path, self.lines = path, lines
+        self.stem, _, number = path.rpartition(".")
+        self.number = int(number)
+        self.own = identifier(path) + "_"
 
-    forms: list[object] = []
-    for line in lines:
-        named = {name: form(name) for name in (*line.reads, line.name)}
-        words = re.split(r"(\b[A-Za-z_]\w*\b)", line.arguments)
-        forms.append(
-            replace(
-                line,
-                name=named[line.name],
-                arguments="".join(named.get(word, word) for word in words),
-                reads=(),
-                module=line.module.removeprefix(layer),
-                source="",
+    def words(self) -> list[str]:
+        """The values that it reads from elsewhere, in the order in which it reads them.
+
+        Those of another layer of the model by how far it is away: ``<-1>add_2``.
+        """
+        return [self._word(name) for line in self.lines for name in line.reads if not name.startswith(self.own)]
+
+    def _word(self, name: str) -> str:
+        stem = identifier(f"{self.stem}.") + "_" if self.stem else ""
+        found = re.fullmatch(rf"{re.escape(stem)}_?(\d+)_(.*)", name)
+        return f"<{int(found[1]) - self.number:+}>{found[2]}" if found else name
+
+    def forms(self) -> list[Line]:
+        """The lines with its own values by their names in it, and others by their place in ``words``."""
+        outer: dict[str, str] = {}
+
+        def form(name: str) -> str:
+            if name.startswith(self.own):
+                return "*" + name[len(self.own) :]
+            return outer.setdefault(name, f"<{len(outer)}>")
+
+        forms = []
+        for line in self.lines:
+            named = {name: form(name) for name in (*line.reads, line.name)}
+            words = re.split(r"(\b[A-Za-z_]\w*\b)", line.arguments)
+            forms.append(
+                replace(
+                    line,
+                    name=named[line.name],
+                    arguments="".join(named.get(word, word) for word in words),
+                    reads=(),
+                    module=line.module.removeprefix(self.path),
+                    source="",
+                )
             )
-        )
-    return forms
+        return forms

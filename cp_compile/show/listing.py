@@ -143,7 +143,8 @@ class _Listing:
         """Unique names: inputs as the user calls them, ops by their module, moves by what they move."""
         alone = Counter(module_path(node) for node in self.nodes if self.kinds[node] == "op")
         names: dict[Node, str] = {}
-        taken: Counter[str] = Counter()
+        # An op's own name stays the op's: slice_2 = slice(...).
+        taken = Counter({_op_name(node.target): 1 for node in self.nodes if node.op == "call_function"})
         order = {"input": 0, "op": 1, "move": 2, "local": 3, "inner": 3, "prologue": 3, "output": 4}
         for node in sorted(self.nodes, key=lambda node: order[self.kinds[node]]):
             kind, path = self.kinds[node], module_path(node)
@@ -156,8 +157,6 @@ class _Listing:
             else:
                 name = f"{'rank' if kind == 'prologue' else path}_{_op_name(node.target)}"
             name = identifier(name)
-            if kind in ("op", "local") and not path:
-                taken[name] += not taken[name]  # slice_2 = slice(...): an op's own name stays the op's
             taken[name] += 1
             while taken[name] > 1 and f"{name}_{taken[name]}" in taken:
                 taken[name] += 1

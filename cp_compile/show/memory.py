@@ -23,7 +23,6 @@ from cp_compile.show.halves import Halves, module_of
 __all__ = ["Memory", "Peak", "Storage", "memory_of"]
 
 aten = torch.ops.aten
-_wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,6 @@ class _Table:
             self.steps.append((op, module_of(node)))
             for source in node.all_input_nodes:
                 self._used.update(dict.fromkeys(self.ids(source), step))
-            if node.target is _wait:
-                self.same(node, node.all_input_nodes[0])  # it gives the tensor that it waits for
-                continue
             views = {
                 self._id(value): id_
                 for source in node.all_input_nodes

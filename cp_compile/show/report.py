@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -189,24 +190,23 @@ def least_bytes(attention: Node, cp_size: int, sizes: Mapping[str, int]) -> int 
     if not isinstance(layout, Sharded) or layout.dim != query.meta["val"].ndim - 3:
         return None
     heads = evaluate(layout.size, sizes)
-    *batch, _, length, width = [evaluate(size, sizes) for size in shape_of(query.meta["val"])]
-    rows = length * _product(batch)
-    width_of_value = evaluate(shape_of(value.meta["val"])[-1], sizes)
-    # Of q and the output; in elements of all ranks together.
-    elements = heads * (width + width_of_value)
-    for source, each in ((key, width), (value, width_of_value)):
+    batch, _, length, width = _sizes(query, sizes)
+    *_, width_of_value = _sizes(value, sizes)
+    # Of q and the output, then of k and v; in elements of all ranks together.
+    elements = batch * length * heads * (width + width_of_value)
+    for source in (key, value):
         kv_heads = _moved_heads(source)
         if kv_heads is not None:
-            elements += _heads_used(heads, evaluate(kv_heads, sizes), cp_size) * each
+            batch, _, length, width = _sizes(source, sizes)
+            elements += batch * length * width * _heads_used(heads, evaluate(kv_heads, sizes), cp_size)
     itemsize: int = query.meta["val"].element_size()
-    return rows * elements * itemsize * (cp_size - 1) // cp_size**2
+    return elements * itemsize * (cp_size - 1) // cp_size**2
 
 
-def _product(sizes: Iterable[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+def _sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """Of a query, key or value: rows of the batch, heads, tokens, width."""
+    *batch, heads, length, width = (evaluate(size, sizes) for size in shape_of(node.meta["val"]))
+    return math.prod(batch), heads, length, width
 
 
 def _heads_used(heads: int, kv_heads: int, cp_size: int) -> int:

@@ -88,9 +88,23 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "one compiled form",
             "each length has a program of its own, where the compiler specialises",
-            'shapes = () if self._options.compiler == "eager" else',
-            "shapes = () if True else",
+            'sizes = () if compiler == "eager" else',
+            "sizes = () if True else",
             f"{_EXPORT}::test_on_two_ranks[False-aot_eager-True]",
+        ),
+        (
+            "gradients are those of the first call",
+            "what requires grad, and the grad mode, decide the compiled form",
+            "return torch.is_grad_enabled(), kinds, sizes",
+            "return (sizes,)",
+            f"{_EXPORT}::test_what_requires_grad_may_change",
+        ),
+        (
+            "any mode",
+            "a program stays in the mode of its export",
+            "if mode != self._cp_signature.training:",
+            "if False:",
+            f"{_EXPORT}::test_the_mode_is_that_of_the_export",
         ),
     ),
     *_of(
@@ -137,11 +151,18 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "cp_compile/show/layers",
         (
-            "layers of a name are equal",
+            "layers of a length are equal",
             "only layers with the same lines are one",
-            'form = (key,) if key.startswith("<") else tuple(_forms(key, run))',
-            'form = (key,) if key.startswith("<") else (key.rpartition(".")[0],)',
+            "and first.forms() == second.forms()",
+            "and True",
             f"{_LISTING}::test_layers_of_several_kinds",
+        ),
+        (
+            "values from elsewhere are alike",
+            "layers that read other values are not one",
+            "return [hidden.get(word, word) for word in words[0]] == list(words[1])",
+            "return True",
+            f"{_LISTING}::test_layers_that_read_other_values",
         ),
     ),
     *_of(
@@ -159,13 +180,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "    table.half = 1\n",
             "",
             f"{_REPORT}::test_the_peak_is_what_a_step_holds[aot_eager]",
-        ),
-        (
-            "waits give a copy",
-            "a wait gives the tensor that it waits for",
-            "if node.target is _wait:",
-            "if False:",
-            f"{_REPORT}::test_the_peak_is_what_a_step_holds[eager]",
         ),
         (
             "nothing is fused",

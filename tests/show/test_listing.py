@@ -15,7 +15,7 @@ from cp_compile.demo_model import Llama
 from cp_compile.show.code import difference
 from cp_compile.show.layers import fold, layer_of, layer_ranges
 from cp_compile.show.listing import Line, listing
-from tests.models import Config, batch, model
+from tests.models import Block, Config, batch, model
 
 
 def llama(layers: int = 3, length: int = 1001, cp_size: int = 4, **options: Any) -> CPProgram:
@@ -127,6 +127,59 @@ def test_layers_of_several_kinds() -> None:
     sections = [section.layers for section in fold(listing(program.graph_module, 2)) if section.layers]
     assert sections == [("blocks.0", "blocks.2"), ("blocks.1", "blocks.3")]
     assert "# blocks.0, blocks.2, 2 equal layers" in program.explain()
+
+
+class Wired(nn.Module):
+    """Equal layers; each reads one of two biases, and the layer in front of it, or that in front of that one."""
+
+    def __init__(self, biases: str, skip: bool = False) -> None:
+        super().__init__()
+        self.lm = model(Config(layers=len(biases)))
+        self.biases, self.skip = biases, skip
+        self.a, self.b = (nn.Parameter(torch.ones(32, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        values = [self.lm.embed(ids)]
+        both = {"a": self.a * 2, "b": self.b * 2}
+        for i, block in enumerate(self.lm.blocks):
+            values.append(block(values[-2 if self.skip and i == 2 else -1], both[self.biases[i]]))
+        return values[-1].sum() + values[-2].sum()
+
+
+@pytest.mark.parametrize(
+    ("biases", "skip", "expected"),
+    [
+        ("aaaa", False, [4]),
+        ("abab", False, [2, 2]),
+        ("aaaa", True, [3, 1]),
+    ],
+)
+def test_layers_that_read_other_values(
+    monkeypatch: pytest.MonkeyPatch, biases: str, skip: bool, expected: list[int]
+) -> None:
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x, bias: forward(self, x + bias))
+    program = cp_compile.export(Wired(biases, skip), batch(13), cp_size=2)
+    sections = [section.layers for section in fold(listing(program.graph_module, 2)) if section.layers]
+    assert [len(layers) for layers in sections] == expected
+
+
+class Named(nn.Module):
+    """Names that are those of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = model(Config(layers=1))
+        self.linear = nn.Linear(61, 3, dtype=torch.float64)
+
+    def forward(self, slice: Tensor, labels: Tensor) -> Tensor:
+        return self.linear(self.lm(slice, labels)[1]).sum()  # type: ignore[no-any-return]
+
+
+def test_a_value_is_not_called_like_an_op() -> None:
+    found = listing(cp_compile.export(Named(), batch(13), cp_size=2).graph_module, 2)
+    assert {line.name for line in found}.isdisjoint(line.op for line in found)
+    assert "linear_2" in {line.name for line in found}
 
 
 class Constants(nn.Module):
