@@ -24,6 +24,11 @@ from cp_compile.passes.layouts import Layout, Local, Partial, PerQueryHead, Shar
 
 __all__ = ["Line", "Move", "identifier", "layout_name", "listing", "sent_bytes", "sizes_text"]
 
+_INSERTED = {
+    "all_gather_into_tensor", "all_reduce", "all_to_all_single", "arange", "clamp", "contiguous", "exchange", "gather",
+    "index_select", "permute", "reduce", "reshape", "slice", "wait_tensor", "where",
+}  # fmt: skip
+"""Ops and moves that a rewrite may bring in."""
 _SMALL = 8
 """Elements of a constant that is shown by its values."""
 
@@ -143,8 +148,8 @@ class _Listing:
         """Unique names: inputs as the user calls them, ops by their module, moves by what they move."""
         alone = Counter(module_path(node) for node in self.nodes if self.kinds[node] == "op")
         names: dict[Node, str] = {}
-        # An op's own name stays the op's: slice_2 = slice(...).
-        taken = Counter({_op_name(node.target): 1 for node in self.nodes if node.op == "call_function"})
+        # An op's own name stays the op's: slice_2 = slice(...). Of the user's ops, so that both graphs have it so.
+        taken = Counter([*_INSERTED, *{_wrote(node) for node in self.nodes if self.kinds[node] == "op"} - _INSERTED])
         order = {"input": 0, "op": 1, "move": 2, "local": 3, "inner": 3, "prologue": 3, "output": 4}
         for node in sorted(self.nodes, key=lambda node: order[self.kinds[node]]):
             kind, path = self.kinds[node], module_path(node)
