@@ -144,7 +144,8 @@ class CPProgram:
         ``torch.compile(model, backend="cp_ulysses")`` gives.
 
         Args:
-            mesh: as the option of the backend; ``None``: the ``cp`` dimension of the current mesh, else the world.
+            mesh: as the option of the backend; ``None``: that of the export, else the ``cp`` dimension of the current
+                mesh, else the world.
 
         Raises:
             CPError: the mesh has another number of ranks than the program was exported for.

@@ -70,6 +70,7 @@ class RankModule(nn.Module):
             raise OptionError(
                 f"the rewrite ended behind the pass {program.options.stop_after!r}: there is no program to run"
             )
+        mesh = program.options.mesh if mesh is None else mesh
         group = group_of_size(mesh, program.cp_size, "the program was exported")
         module = for_group(program.graph_module, group)
         return cls(module, program.outputs, program.signature, group, program.options)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from cp_compile.passes.layouts import Size
 from cp_compile.show.layers import Section, fold, layer_of, layer_ranges
-from cp_compile.show.listing import Line, identifier, sizes_text
+from cp_compile.show.listing import Line, sizes_text
+from cp_compile.show.names import identifier
 
 __all__ = ["bytes_text", "difference", "folded", "python", "value_text"]
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cp_compile.show.listing import Line, identifier
+from cp_compile.show.listing import Line
+from cp_compile.show.names import identifier
 
 __all__ = ["Section", "fold", "layer_of", "layer_ranges"]
 

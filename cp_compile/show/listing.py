@@ -6,31 +6,21 @@ computes, so that an op more elsewhere renames nothing.
 
 from __future__ import annotations
 
-import keyword
-import re
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from cp_compile._compat import FakeTensor, dtype_names
+from cp_compile._compat import dtype_names
 from cp_compile.errors import module_path, user_line
 from cp_compile.passes.editor import COLLECTIVES
 from cp_compile.passes.layouts import Layout, Local, Partial, PerQueryHead, Sharded, Size, global_shape, shape_of
+from cp_compile.show.names import INSERTED, argument_text, constant_names, identifier, op_name, wrote
 
-__all__ = ["Line", "Move", "identifier", "layout_name", "listing", "sent_bytes", "sizes_text"]
-
-_INSERTED = {
-    "all_gather_into_tensor", "all_reduce", "all_to_all_single", "arange", "clamp", "contiguous", "exchange", "gather",
-    "index_select", "permute", "reduce", "reshape", "slice", "wait_tensor", "where",
-}  # fmt: skip
-"""Ops and moves that a rewrite may bring in."""
-_SMALL = 8
-"""Elements of a constant that is shown by its values."""
+__all__ = ["Line", "Move", "layout_name", "listing", "sent_bytes", "sizes_text"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,7 @@ class _Listing:
         self.insides = {member for inside in self.moves.values() for member in inside}
         self.kinds = {node: self._kind(node) for node in self.nodes}
         self.names = self._names()
-        self.names.update(_constants(module))
+        self.names.update(constant_names(module))
 
     def lines(self) -> tuple[Line, ...]:
         return tuple(self._line(node) for node in self.nodes)
@@ -149,18 +139,18 @@ class _Listing:
         alone = Counter(module_path(node) for node in self.nodes if self.kinds[node] == "op")
         names: dict[Node, str] = {}
         # An op's own name stays the op's: slice_2 = slice(...). Of the user's ops, so that both graphs have it so.
-        taken = Counter([*_INSERTED, *{_wrote(node) for node in self.nodes if self.kinds[node] == "op"} - _INSERTED])
+        taken = Counter([*INSERTED, *{wrote(node) for node in self.nodes if self.kinds[node] == "op"} - INSERTED])
         order = {"input": 0, "op": 1, "move": 2, "local": 3, "inner": 3, "prologue": 3, "output": 4}
         for node in sorted(self.nodes, key=lambda node: order[self.kinds[node]]):
             kind, path = self.kinds[node], module_path(node)
             if kind == "input":
                 name = str(node.meta.get("cp_input", node.name))
             elif kind == "op":
-                name = path if path and alone[path] == 1 else f"{path}_{_wrote(node).strip('_')}"
+                name = path if path and alone[path] == 1 else f"{path}_{wrote(node).strip('_')}"
             elif kind == "move":
                 name = f"{names[self._source(node)]}_{self._want(node)}"
             else:
-                name = f"{'rank' if kind == 'prologue' else path}_{_op_name(node.target)}"
+                name = f"{'rank' if kind == 'prologue' else path}_{op_name(node.target)}"
             name = identifier(name)
             taken[name] += 1
             while taken[name] > 1 and f"{name}_{taken[name]}" in taken:
@@ -191,8 +181,8 @@ class _Listing:
             name=self.names[node],
             kind=kind,
             is_state=bool(node.meta.get("cp_state")),
-            op=_op_name(node.target) if node.op == "call_function" else "",
-            wrote=_wrote(node) if kind == "op" else "",
+            op=op_name(node.target) if node.op == "call_function" else "",
+            wrote=wrote(node) if kind == "op" else "",
             arguments=self._arguments(node),
             reads=tuple(dict.fromkeys(self.names[n] for n in node.all_input_nodes if n in self.kinds)),
             shape=local if layout is None else global_shape(local, layout),
@@ -210,13 +200,13 @@ class _Listing:
         kind, have, want = node.meta["cp_moved"]
         run = [n for n in (node, *self.moves[node]) if n.target in COLLECTIVES]
         users = self._ends(node)
-        names = [_wrote(user) if user.op != "output" else "return" for user in users]
+        names = [wrote(user) if user.op != "output" else "return" for user in users]
         why = f"for {', '.join(dict.fromkeys(names))}" if names else ""
         return Move(
             kind,
             layout_name(have, self.cp_size),
             layout_name(want, self.cp_size),
-            tuple(_op_name(n.target) for n in run),
+            tuple(op_name(n.target) for n in run),
             sum(sent_bytes(n, self.cp_size) for n in run),
             why,
         )
@@ -232,27 +222,9 @@ class _Listing:
         if node.op == "placeholder":
             return ""
         if node.op == "output":
-            return _text(node.args[0], self.names)
-        given = [_text(argument, self.names) for argument in node.args]
-        return ", ".join([*given, *(f"{key}={_text(value, self.names)}" for key, value in node.kwargs.items())])
-
-
-def _constants(module: GraphModule) -> dict[Node, str]:
-    """Names of constants, the same for those that are equal: small ones are their values."""
-    names: dict[Node, str] = {}
-    known: dict[str, str] = {}
-    for node in module.graph.find_nodes(op="get_attr"):
-        value = getattr(module, str(node.target), None)
-        if isinstance(value, GraphModule):
-            key, stem = value.code, "body"
-        elif isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() <= _SMALL:
-            names[node] = f"tensor({value.tolist()})"
-            continue
-        else:
-            key, stem = str(node.target), "constant"
-        number = sum(1 for name in known.values() if name.startswith(stem)) + 1
-        names[node] = known.setdefault(key, stem if number == 1 else f"{stem}_{number}")
-    return names
+            return argument_text(node.args[0], self.names)
+        given = [argument_text(argument, self.names) for argument in node.args]
+        return ", ".join([*given, *(f"{key}={argument_text(value, self.names)}" for key, value in node.kwargs.items())])
 
 
 def _counts(node: Node) -> bool:
@@ -282,44 +254,12 @@ def sent_bytes(node: Node, cp_size: int) -> Size:
     size: Size = value.element_size()
     for each in shape_of(value):
         size = size * each
-    name = _op_name(node.target)
+    name = op_name(node.target)
     if name.startswith("all_gather"):
         return size * (cp_size - 1)
     times = 2 if name == "all_reduce" else 1
     total = size * times * (cp_size - 1)
     return total // cp_size if isinstance(total, int) else total / cp_size
-
-
-def _op_name(target: Any) -> str:
-    name = str(getattr(target, "__name__", target))
-    return name.split(".")[0]
-
-
-def _wrote(node: Node) -> str:
-    """The op that stood here in the user's program."""
-    return _op_name(node.meta.get("cp_op", node.target))
-
-
-def identifier(text: str) -> str:
-    """A path of the model as a name of Python: ``blocks.0.q`` is ``blocks_0_q``."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "value"
-    return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
-
-
-def _text(value: Any, names: Mapping[Node, str]) -> str:
-    """A graph argument as Python."""
-    if isinstance(value, Node):
-        return names.get(value, value.name)
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(_text(part, names) for part in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_text(part, names)}" for key, part in value.items()) + "}"
-    if isinstance(value, (torch.device, str)):
-        return repr(str(value))
-    if value == sys.maxsize and isinstance(value, int):
-        return "sys.maxsize"
-    return str(value)
 
 
 def sizes_text(shape: Sequence[Size]) -> str:

@@ -143,7 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "names by number",
             "an op has its module's name",
-            "name = path if path and alone[path] == 1 else f\"{path}_{_wrote(node).strip('_')}\"",
+            "name = path if path and alone[path] == 1 else f\"{path}_{wrote(node).strip('_')}\"",
             "name = node.name",
             f"{_LISTING}::test_one_layer_more_renames_nothing",
         ),
