@@ -21,14 +21,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_compile._compat import save_exported
 from cp_compile.errors import CPError, RefusedError
-from cp_compile.export import GROUP, copy_of
+from cp_compile.export import GROUP
+from cp_compile.graphs import copy_of, for_group
 from cp_compile.inline import use_attention_kernels
 from cp_compile.options import Options
 from cp_compile.passes import Output
 from cp_compile.passes.custom_function import CUSTOM_FUNCTION
 from cp_compile.passes.layouts import Size, shape_of
 from cp_compile.program import CPProgram, Signature
-from cp_compile.rank_module import RankModule, for_group, group_of_size
+from cp_compile.rank_module import RankModule, group_of_size
 
 __all__ = ["load", "save"]
 
@@ -84,7 +85,7 @@ def load(path: str | PathLike[str], mesh: Any = None) -> RankModule:
     manifest = _manifest(path)
     group = group_of_size(mesh, manifest["cp_size"], f"the program in {path} was saved")
     exported = torch.export.load(path)
-    module = for_group(exported.graph_module, group)
+    module = for_group(exported.graph_module, group.name)
     for node, entry in zip(module.graph.find_nodes(op="placeholder"), manifest["inputs"], strict=True):
         node.meta.update(cp_input=entry["name"], **{f"cp_{entry['kind']}": True})
         node.meta.setdefault("val", entry.get("value"))

@@ -15,12 +15,13 @@ from cp_compile.backend import no_fallback
 from cp_compile.capture import attribute, capture_torch_ir
 from cp_compile.dynamo_state import refusal_of_export
 from cp_compile.errors import CPError, OptionError
+from cp_compile.graphs import copy_of
 from cp_compile.options import Options
 from cp_compile.passes import Context, rewrite
 from cp_compile.program import CPProgram, Signature
 from cp_compile.progress import progress
 
-__all__ = ["GROUP", "captured", "copy_of", "export", "names_of_arguments", "rewritten"]
+__all__ = ["GROUP", "captured", "export", "names_of_arguments", "rewritten"]
 
 GROUP = "cp"
 """Stands for the group in the collectives of an exported graph; ``CPProgram.module`` puts the real name in."""
@@ -74,20 +75,6 @@ def rewritten(
     with no_fallback("the rewrite"):
         module = rewrite(copy_of(plain), context, progress=say)
     return CPProgram(module, plain, tuple(context.outputs), signature, cp_size, options, context)
-
-
-def copy_of(module: GraphModule) -> GraphModule:
-    """A graph with nodes and metadata of its own, on the same constants and fake values."""
-    graph = torch.fx.Graph()
-    copies: dict[Any, Any] = {}
-    output = graph.graph_copy(module.graph, copies)
-    graph.output(output)
-    for old, new in copies.items():
-        new.meta = dict(old.meta)
-    copy = GraphModule(module, graph)
-    for name, body in module.named_children():
-        setattr(copy, name, copy_of(body) if isinstance(body, GraphModule) else body)
-    return copy
 
 
 def captured(

@@ -16,7 +16,7 @@ from cp_compile._compat import holds
 from cp_compile.backend import Program, bind, compile_graph
 from cp_compile.capture import argument_names
 from cp_compile.errors import CPError, OptionError
-from cp_compile.export import copy_of
+from cp_compile.graphs import for_group, on_device
 from cp_compile.group import Group, find_group
 from cp_compile.options import Options
 from cp_compile.passes import Output
@@ -25,7 +25,7 @@ from cp_compile.peers import Peers
 from cp_compile.program import CPProgram, Signature
 from cp_compile.show.listing import sizes_text
 
-__all__ = ["RankModule", "for_group", "group_of_size", "lookup", "register"]
+__all__ = ["RankModule", "group_of_size", "lookup", "register"]
 
 _REMEDY = "\n  remedy: call it as in the export, or export it anew (dynamic_shapes lets sizes vary)"
 Ranges: TypeAlias = Mapping[str, tuple[int, int]]
@@ -72,7 +72,7 @@ class RankModule(nn.Module):
             )
         mesh = program.options.mesh if mesh is None else mesh
         group = group_of_size(mesh, program.cp_size, "the program was exported")
-        module = for_group(program.graph_module, group)
+        module = for_group(program.graph_module, group.name)
         return cls(module, program.outputs, program.signature, group, program.options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,36 +171,6 @@ def group_of_size(mesh: Any, cp_size: int, what: str) -> Group:
             f"again with cp_size={group.size}"
         )
     return group
-
-
-def for_group(module: GraphModule, group: Group) -> GraphModule:
-    """A copy of a graph whose collectives run over ``group``."""
-    copy = copy_of(module)
-    for part in copy.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            if getattr(node.target, "namespace", "") == "_c10d_functional":
-                names = [argument.name for argument in node.target._schema.arguments]
-                if "group_name" in names:
-                    place = names.index("group_name")
-                    node.args = (*node.args[:place], group.name, *node.args[place + 1 :])
-        if isinstance(part, GraphModule):
-            part.recompile()
-    return copy
-
-
-def on_device(module: GraphModule, device: torch.device) -> GraphModule:
-    """The graph of a model on the meta device, made for ``device``; another one stays as it is."""
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            value = node.kwargs.get("device")
-            if isinstance(value, torch.device) and value.type == "meta":
-                node.kwargs = {**node.kwargs, "device": device}
-            elif (node.meta.get("cp_rank") or node.meta.get("cp_seed")) and node.meta["val"].is_meta:
-                with node.meta["val"].fake_mode:
-                    node.meta["val"] = torch.zeros((), dtype=torch.int64, device=device)
-        if isinstance(part, GraphModule):
-            part.recompile()
-    return module
 
 
 def _check_leaves(leaves: Sequence[Any], placeholders: Sequence[Any], signature: Signature) -> None:

@@ -13,9 +13,8 @@ from torch.fx import GraphModule, Node
 
 from cp_compile._compat import aot_halves, enable_python_dispatcher, inductor_decompositions
 from cp_compile.errors import module_path
-from cp_compile.export import copy_of
+from cp_compile.graphs import copy_of, on_device
 from cp_compile.passes.editor import COLLECTIVES
-from cp_compile.rank_module import on_device
 
 __all__ = ["Halves", "collectives", "halves", "module_of"]
 

@@ -17,8 +17,8 @@ import cp_compile
 from cp_compile import CPProgram
 from cp_compile.backend import compile_graph
 from cp_compile.demo_model import Llama
+from cp_compile.graphs import for_group
 from cp_compile.group import find_group
-from cp_compile.rank_module import for_group
 from cp_compile.show.halves import halves
 from cp_compile.show.memory import memory_of
 from cp_compile.simulate import simulated_group
@@ -57,7 +57,7 @@ def measured_peak(step: Callable[[], None]) -> int:
 
 def peak_of(program: CPProgram, lm: nn.Module, ids: Tensor) -> int:
     with simulated_group(program.cp_size):
-        graph = for_group(program.graph_module, find_group(None))
+        graph = for_group(program.graph_module, find_group(None).name)
         inputs = [ids, *program.signature.state.values(), torch.tensor(1)]
         compiled = compile_graph(graph, inputs, program.options)
 
