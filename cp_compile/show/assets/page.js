@@ -47,7 +47,9 @@
     all("[data-port]", end === op ? op.parentElement : end).find((port) => port.dataset.port === move && port.offsetParent);
 
   // a box is as high as its other half, so that what stands below is level too; inner boxes first
-  const halves = [...Map.groupBy(boxes, (box) => box.dataset.box).values()].filter((pair) => pair.length === 2).reverse();
+  const pairs = new Map();
+  boxes.forEach((box) => pairs.set(box.dataset.box, [...(pairs.get(box.dataset.box) || []), box]));
+  const halves = [...pairs.values()].filter((pair) => pair.length === 2).reverse();
   const level = () => {
     const cells = (pair) => pair.map((box) => box.querySelector(".cells"));
     halves.forEach((pair) => cells(pair).forEach((each) => { each.style.minHeight = ""; }));
