@@ -155,7 +155,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "only layers with the same lines are one",
             "and first.forms() == second.forms()",
             "and True",
-            f"{_LISTING}::test_layers_of_several_kinds",
+            f"{_LISTING}::test_constants_are_equal_by_their_values",
         ),
         (
             "values from elsewhere are alike",
