@@ -14,7 +14,7 @@ from cp_compile._compat import export_errors, export_to_torch_ir, guards_of, ran
 from cp_compile.backend import no_fallback
 from cp_compile.capture import attribute, capture_torch_ir
 from cp_compile.dynamo_state import refusal_of_export
-from cp_compile.errors import CPError, OptionError
+from cp_compile.errors import OptionError
 from cp_compile.graphs import copy_of
 from cp_compile.options import Options
 from cp_compile.passes import Context, rewrite
@@ -92,8 +92,6 @@ def captured(
     args, kwargs = _distinct((tuple(args), kwargs))
     try:
         traced = export_to_torch_ir(model, tuple(args), kwargs, dynamic_shapes)
-    except CPError:
-        raise
     except export_errors as error:
         raise refusal_of_export(error) from error
     leaves, in_spec = tree_flatten((args, kwargs))

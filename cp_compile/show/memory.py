@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from cp_compile.passes.layouts import Size, shape_of, size_of
 from cp_compile.show.halves import Halves, module_of
+from cp_compile.show.names import op_name
 
 __all__ = ["Memory", "Peak", "Storage", "memory_of"]
 
@@ -72,12 +73,10 @@ class Memory:
     Attributes:
         storages: in the order in which they are made.
         steps: the ops in order, with their modules.
-        forward_steps: how many of these are of the forward.
     """
 
     storages: tuple[Storage, ...]
     steps: tuple[tuple[str, str], ...]
-    forward_steps: int
 
     def saved(self, sizes: Mapping[str, int] | None = None) -> int:
         """Bytes that are kept between forward and backward, but for outputs."""
@@ -129,9 +128,8 @@ def memory_of(parts: Halves, *, fused: bool = False) -> Memory:
     results: Any = parts.forward.graph.output_node().args[0]
     outputs = [value for value in results[: parts.outputs] if isinstance(value, Node)]
     table.run(parts.forward.graph.nodes)
-    forward_steps = len(table.steps)
     if parts.backward is None:
-        return table.memory({id_: "output" for value in outputs for id_ in table.ids(value)}, forward_steps)
+        return table.memory({id_: "output" for value in outputs for id_ in table.ids(value)})
     table.half = 1
     kinds = {id_: "saved" for value in parts.saved for id_ in table.ids(value)}
     kinds.update({id_: "output" for value in outputs for id_ in table.ids(value)})
@@ -147,7 +145,7 @@ def memory_of(parts: Halves, *, fused: bool = False) -> Memory:
     for value in gradients:
         for id_ in table.ids(value) if isinstance(value, Node) else ():
             kinds.setdefault(id_, "gradient")
-    return table.memory(kinds, forward_steps)
+    return table.memory(kinds)
 
 
 class _Table:
@@ -187,7 +185,7 @@ class _Table:
             if node.op in ("placeholder", "output"):
                 continue
             step = len(self.steps)
-            op = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+            op = op_name(node.target)
             self.steps.append((op, module_of(node)))
             for source in node.all_input_nodes:
                 self._used.update(dict.fromkeys(self.ids(source), step))
@@ -222,14 +220,18 @@ class _Table:
         # The state of the random number generator, which is kept for what is computed again, has no size in a graph.
         return size.subs({s: torch.get_rng_state().numel() for s in size.free_symbols if s not in self.symbols})
 
-    def memory(self, kinds: Mapping[Any, str], forward_steps: int) -> Memory:
+    def memory(self, kinds: Mapping[Any, str]) -> Memory:
         last = len(self.steps) - 1
+        ending: dict[int, list[Any]] = {}
+        for id_ in self._made:
+            ending.setdefault(self._used[id_], []).append(id_)
         for id_ in self._in_place:
             # Inductor writes a result over an operand of the same size that nothing reads any more.
             start, size = self._made[id_][:2]
-            over = (x for x, made in self._made.items() if self._used[x] == start != made[0] and made[1] == size)
-            for operand in over:
-                if kinds.get(operand) not in ("output", "gradient"):
+            for operand in ending.get(start, ()):
+                made, bytes_, *_ = self._made[operand]
+                free = self._used[operand] == start != made and kinds.get(operand) not in ("output", "gradient")
+                if free and bytes_ == size:
                     self._used[operand] = start - 1
                     break
         storages = []
@@ -237,7 +239,7 @@ class _Table:
             kind = kinds.get(id_, "temporary")
             end = last if kind in ("output", "gradient") else self._used[id_]
             storages.append(Storage(size, kind, module, start, end, op))
-        return Memory(tuple(storages), tuple(self.steps), forward_steps)
+        return Memory(tuple(storages), tuple(self.steps))
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:

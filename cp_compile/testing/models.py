@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.capture import capture
 from cp_compile.errors import InvariantError, RefusedError, own_errors
+from cp_compile.graphs import copy_of
 from cp_compile.options import Options
 from cp_compile.passes import PIPELINE, Context
 from cp_compile.passes.check import check_edges
@@ -187,17 +188,6 @@ def check_passes(captured: Captured, cp_size: int, options: Options, steps: Sequ
 def _draws(module: GraphModule, cp_size: int) -> bool:
     ops = [node for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     return any(draws(read_op(node, lambda _: WHOLE, cp_size)) for node in ops)
-
-
-def copy_of(module: GraphModule) -> GraphModule:
-    """A graph of its own, with the fake tensors of the original."""
-    graph = torch.fx.Graph()
-    copied: dict[Node, Node] = {}
-    output = graph.graph_copy(module.graph, copied)
-    graph.output(output)
-    for node, new in copied.items():
-        new.meta = dict(node.meta)
-    return GraphModule(module, graph)
 
 
 def meaning(

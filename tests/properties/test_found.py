@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from cp_compile import InvariantError, RefusedError, verify
+from cp_compile.graphs import copy_of
 from cp_compile.options import Options
 from cp_compile.passes import PIPELINE, Context, rewrite
 from cp_compile.passes.check import check as check_graph
 from cp_compile.passes.layouts import Axis, Sharded
 from cp_compile.simulate import Simulation, simulated_group
 from cp_compile.testing import Program, capture_model, check_model, normal_form
-from cp_compile.testing.models import copy_of
 from cp_compile.testing.programs import Line
 from tests.bench import check, rewritten
 from tests.models import batch, model

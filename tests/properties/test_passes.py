@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from cp_compile.capture import capture_export
 from cp_compile.errors import InvariantError, RefusedError
+from cp_compile.graphs import copy_of
 from cp_compile.options import Options
 from cp_compile.passes import PIPELINE, Context, rewrite
 from cp_compile.passes.check import check, check_edges
@@ -23,7 +24,6 @@ from cp_compile.passes.localise import localise
 from cp_compile.peers import graph_hash
 from cp_compile.simulate import simulated_group
 from cp_compile.testing import Captured, Program, capture_model, check_model, normal_form
-from cp_compile.testing.models import copy_of
 from cp_compile.testing.strategies import programs
 from tests.models import batch, model
 from tests.properties.profile import examples
