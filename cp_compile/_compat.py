@@ -61,6 +61,7 @@ __all__ = [
     "record_custom_function",
     "save_exported",
     "set_attention_kernels",
+    "size_in_this_run",
     "strided_shard",
     "sympy_interp",
     "to_functional",
@@ -241,8 +242,14 @@ def equal_in_this_run(fake_mode: FakeTensorMode | None, a: Any, b: Any) -> bool:
         return False
     if free_unbacked_symbols(a) or free_unbacked_symbols(b):
         return True
+    return size_in_this_run(fake_mode, a) == size_in_this_run(fake_mode, b)
+
+
+def size_in_this_run(fake_mode: Any, size: sympy.Expr) -> int:
+    """The value of a symbolic size for the inputs that are compiled."""
+    shape_env = fake_mode.shape_env
     hint = getattr(shape_env, "optimization_hint", shape_env.size_hint)  # the latter up to torch 2.12
-    return bool(hint(a) == hint(b))
+    return int(hint(size))
 
 
 def known_true(fake_mode: FakeTensorMode | None, relation: Any) -> bool | None:

@@ -20,6 +20,7 @@ __all__ = [
     "PeerMismatchError",
     "RefusedError",
     "is_library",
+    "layer_of",
     "module_path",
     "own_errors",
     "user_line",
@@ -110,3 +111,9 @@ def module_path(node: Node) -> str:
     path = str(list(stack.values())[-1][0])
     # torch.export wraps the model in a module of its own.
     return re.sub(r"^(L\['[^']*'\]\.?)?(_export_root(\.|$))?", "", path)
+
+
+def layer_of(module: str) -> str:
+    """The layer that a module path lies in, the outermost one: ``model.layers.3``; ``""`` for none."""
+    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", module)
+    return found[0] if found else ""

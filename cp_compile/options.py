@@ -16,6 +16,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "outputs": ("shard", "local", "gathered"),
     "fallback": ("refuse", "gather"),
     "check": ("compile", "always"),
+    "exchange": ("auto", "packed", "separate"),
+    "recompute": ("default", "attention", "full"),
 }
 
 
@@ -35,6 +37,11 @@ class Options:
         check_timeout: seconds that a rank waits for its peers in that comparison.
         sequence: the input that holds the sequence, by its name in the forward, where the model does not say it alone;
             ``"name"`` or ``("name", dim)``.
+        exchange: whether the query, key and value of an attention travel in one all-to-all (``"packed"``), in three
+            (``"separate"``), or as a small cost model has it (``"auto"``).
+        recompute: what a layer keeps for the backward: ``"default"`` (what torch's min-cut partitioner chooses),
+            ``"attention"`` (its input, query, key, value, the results of attention; the rest is computed again) or
+            ``"full"`` (its input and what was exchanged).
         stop_after: the pass behind which the rewrite ends, by its name: a graph to look at (``cp_compile.export``),
             which does not run.
         leave_out: names of passes that do not run; only of those without which the program is as exact.
@@ -48,6 +55,8 @@ class Options:
     check: str = "compile"
     check_timeout: float = 60.0
     sequence: str | tuple[str, int] | None = None
+    exchange: str = "auto"
+    recompute: str = "default"
     stop_after: str | None = None
     leave_out: tuple[str, ...] = ()
 

@@ -18,7 +18,7 @@ from cp_compile.errors import InvariantError
 from cp_compile.passes.context import Context
 from cp_compile.passes.layouts import Axis, Sharded, Size, same, shape_of, size_of
 
-__all__ = ["COLLECTIVES", "Editor", "is_tensor", "rewire", "schema_arguments", "tensor_inputs"]
+__all__ = ["COLLECTIVES", "Editor", "grad_modes", "is_tensor", "rewire", "schema_arguments", "tensor_inputs"]
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -259,6 +259,17 @@ class Editor:
 def is_tensor(value: object) -> bool:
     """Whether a graph argument is a node that computes one tensor."""
     return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def grad_modes(module: GraphModule) -> dict[Node, bool]:
+    """Whether each node runs with gradients on."""
+    modes: dict[Node, bool] = {}
+    mode = True
+    for node in module.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            mode = bool(node.args[0])
+        modes[node] = mode
+    return modes
 
 
 def tensor_inputs(node: Node) -> list[Node]:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.errors import InvariantError
+from cp_compile.passes.by_heads import is_from_heads, is_to_heads, to_heads, to_rows
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor
 from cp_compile.passes.heads import heads_of_all_ranks
@@ -36,6 +37,10 @@ def _exchange(edit: Editor, value: Node, have: Layout, want: Layout) -> Node:
     if not isinstance(have, Sharded):
         raise InvariantError(f"an exchange from {have}")
     shape = local_shape(shape_of(value.meta["val"]), have)
+    if is_to_heads(have, want, len(shape)):
+        return to_heads(edit, [value], have, [want])[0]
+    if isinstance(want, Sharded) and is_from_heads(have, want, len(shape)):
+        return to_rows(edit, value, have, want)
     if isinstance(want, PerQueryHead):
         value = edit.call(aten.index_select.default, value, want.dim, heads_of_all_ranks(edit, want))
         count = edit.context.cp_size * want.count

@@ -218,6 +218,14 @@ class PerQueryHead:
     kv_heads: int
     count: int
 
+    def evenly(self, cp_size: int) -> int | None:
+        """How many of a rank's query heads, one behind the other, share each of its kv heads.
+
+        ``None``: another number on one rank than on another, or of one head than of another.
+        """
+        share, group = self.query_heads // cp_size, self.query_heads // self.kv_heads
+        return share // self.count if group % share == 0 or share % group == 0 else None
+
     def __str__(self) -> str:
         return f"the {self.count} kv heads of this rank's query heads in dim {self.dim}"
 

@@ -15,7 +15,7 @@ from cp_compile.passes.editor import Editor, schema_arguments
 __all__ = ["localise"]
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved", "cp_op")
+_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved", "cp_part", "cp_op")
 
 
 def localise(module: GraphModule, context: Context) -> GraphModule:

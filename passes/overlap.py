@@ -13,25 +13,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import COLLECTIVES
+from cp_compile.passes.editor import COLLECTIVES, grad_modes
 
 __all__ = ["overlap"]
 
-_MOVES = ("exchange", "gather")
+_MOVES = ("pack", "exchange", "gather")
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def overlap(module: GraphModule, context: Context) -> GraphModule:
     """Moves each wait, and the views behind it, in front of their first use. Idempotent."""
     del context
-    grad_mode: dict[Node, bool] = {}
+    grad_mode = grad_modes(module)
     chains: dict[Node, list[Node]] = {}
     chain_of: dict[Node, Node] = {}
-    mode = True
     for node in module.graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            mode = bool(node.args[0])
-        grad_mode[node] = mode
         source = next((chain_of[n] for n in node.all_input_nodes if n in chain_of), None)
         if node.target is _wait:
             chains[node], chain_of[node] = [node], node

@@ -28,7 +28,9 @@ from cp_compile.passes.hoist import hoist
 from cp_compile.passes.localise import localise
 from cp_compile.passes.masks import masks
 from cp_compile.passes.overlap import overlap
+from cp_compile.passes.pack import pack
 from cp_compile.passes.place import place
+from cp_compile.passes.recompute import recompute
 from cp_compile.passes.reduction import reduce_partial
 from cp_compile.passes.repeats import repeats
 from cp_compile.passes.return_sizes import return_sizes
@@ -73,11 +75,13 @@ PIPELINE: tuple[PassStep, ...] = (
     PassStep(bind_seed, requires=("layouts", "rank"), provides=("seed",)),
     PassStep(reduce_partial, requires=("layouts",), provides=("reduce",), kind="reduce"),
     PassStep(gather, requires=("layouts", "reduce"), provides=("gather",)),
+    PassStep(pack, requires=("layouts", "rank", "reduce", "gather"), optional=True),
     PassStep(exchange, requires=("layouts", "rank", "reduce", "gather"), provides=("exchange",)),
     PassStep(slice_whole, requires=("layouts", "rank", "reduce", "gather"), provides=("slice",), kind="slice"),
     PassStep(localise, requires=("seed", "reduce", "gather", "exchange", "slice"), provides=("local",)),
     PassStep(return_sizes, requires=("layouts",)),
     PassStep(overlap, requires=("local",), optional=True),
+    PassStep(recompute, requires=("local",)),
     PassStep(check, requires=("local",), provides=("checked",)),
 )
 

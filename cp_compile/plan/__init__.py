@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_compile.errors import CPError, OptionError
+from cp_compile.errors import CPError, OptionError, layer_of
 from cp_compile.export import captured, names_of_arguments, rewritten
 from cp_compile.factory import Example, Make
 from cp_compile.options import Options
@@ -21,7 +21,6 @@ from cp_compile.plan.rates import Rates, read_rates
 from cp_compile.plan.state import State, state_of
 from cp_compile.plan.work import Work, work_of
 from cp_compile.show.halves import halves
-from cp_compile.show.layers import layer_of
 from cp_compile.show.memory import Memory, memory_of
 
 __all__ = ["CP_SIZES", "LENGTHS", "POLICIES", "Entry", "Plan", "plan"]

@@ -6,8 +6,9 @@ import difflib
 import re
 from collections.abc import Sequence
 
+from cp_compile.errors import layer_of
 from cp_compile.passes.layouts import Size
-from cp_compile.show.layers import Section, fold, layer_of, layer_ranges
+from cp_compile.show.layers import Section, fold, layer_ranges
 from cp_compile.show.listing import Line, sizes_text
 from cp_compile.show.names import identifier
 

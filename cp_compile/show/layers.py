@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cp_compile.errors import layer_of
 from cp_compile.show.listing import Line
 from cp_compile.show.names import identifier
 
-__all__ = ["Section", "fold", "layer_of", "layer_ranges"]
+__all__ = ["Section", "fold", "layer_ranges"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,6 @@ class Section:
 
     lines: tuple[Line, ...]
     layers: tuple[str, ...] = ()
-
-
-def layer_of(module: str) -> str:
-    """The layer that a module path lies in, the outermost one: ``model.layers.3``; ``""`` for none."""
-    found = re.match(r"(?:.*?\.)??\d+(?=\.|$)", module)
-    return found[0] if found else ""
 
 
 def fold(lines: Sequence[Line]) -> tuple[Section, ...]:

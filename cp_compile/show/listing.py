@@ -167,7 +167,7 @@ class _Listing:
     def _source(self, node: Node) -> Node:
         """The value that a move moves."""
         inside = {node, *self.moves[node]}
-        outer = [n for member in inside for n in member.all_input_nodes if n not in inside]
+        outer = [n for member in inside for n in _reads(member, node) if n not in inside]
         return next(n for n in outer if n.op == "placeholder" or not n.meta.get("cp_prologue"))
 
     def _line(self, node: Node) -> Line:
@@ -207,9 +207,16 @@ class _Listing:
             layout_name(have, self.cp_size),
             layout_name(want, self.cp_size),
             tuple(op_name(n.target) for n in run),
-            sum(sent_bytes(n, self.cp_size) for n in run),
+            self._share(node, sum(sent_bytes(n, self.cp_size) for n in run)),
             why,
         )
+
+    def _share(self, node: Node, sent: Size) -> Size:
+        """Of what is sent, that of one value among those that travel together."""
+        if "cp_part" not in node.meta:
+            return sent
+        _, width, total = node.meta["cp_part"]
+        return sent * width // total if isinstance(sent, int) else sent * width / total
 
     def _ends(self, node: Node) -> list[Node]:
         """The ops that take a value, behind the steps of their local forms."""
@@ -233,15 +240,23 @@ def _counts(node: Node) -> bool:
 
 
 def _inside(node: Node) -> list[Node]:
-    """The other nodes of the move that ends in ``node``."""
+    """The other nodes of the move that ends in ``node``; of several values that travel together, those of its own."""
     kind, found, rest = node.meta.get("cp_pass"), [], [node]
     while rest:
-        for source in rest.pop().all_input_nodes:
+        for source in _reads(rest.pop(), node):
             ours = source.meta.get("cp_pass") == kind and "cp_layout" not in source.meta
             if ours and not source.meta.get("cp_prologue") and source not in found:
                 found.append(source)
                 rest.append(source)
     return found
+
+
+def _reads(step: Node, move: Node) -> list[Node]:
+    """What a step of a move reads; where several values are joined to travel together, that of this move."""
+    if "cp_part" in move.meta and step.target is torch.ops.aten.cat.default:
+        values: Any = step.args[0]
+        return [values[move.meta["cp_part"][0]]]
+    return step.all_input_nodes
 
 
 def sent_bytes(node: Node, cp_size: int) -> Size:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from cp_compile.errors import layer_of
 from cp_compile.passes.layouts import Size
 from cp_compile.show.code import bytes_text
-from cp_compile.show.layers import Section, fold, layer_of, layer_ranges
+from cp_compile.show.layers import Section, fold, layer_ranges
 from cp_compile.show.listing import Line
 from cp_compile.show.placement import columns, rows
 

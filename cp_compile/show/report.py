@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile._compat import hints_of
-from cp_compile.errors import module_path
+from cp_compile.errors import layer_of, module_path
 from cp_compile.passes import Gathered, PassRecord
 from cp_compile.passes.editor import schema_arguments
 from cp_compile.passes.layouts import PerQueryHead, Sharded, Whole, shape_of
@@ -21,7 +21,7 @@ from cp_compile.passes.rules.attention import is_attention
 from cp_compile.program import CPProgram
 from cp_compile.show.code import bytes_text
 from cp_compile.show.halves import collectives, halves, module_of
-from cp_compile.show.layers import Section, fold, layer_of, layer_ranges
+from cp_compile.show.layers import Section, fold, layer_ranges
 from cp_compile.show.listing import listing, sent_bytes
 from cp_compile.show.memory import Memory, Peak, evaluate, memory_of
 

@@ -116,8 +116,12 @@ def _local_form(op: Op, layout: Layout, few: Mapping[str, PerQueryHead]) -> Loca
     """
     if not few and not draws(op):
         return None
+    alike = len(few) == 2 and len(set(few.values())) == 1 and not draws(op)
+    groups = next(iter(few.values())).evenly(op.cp_size) if alike else None
 
     def local(edit: Editor, node: Node, args: dict[str, Any]) -> Any:
+        if groups is not None:
+            return edit.call_like(node, {**args, "enable_gqa": groups > 1})
         for name, kv in few.items():
             args[name] = edit.call(aten.index_select.default, args[name], kv.dim, head_of_query(edit, kv))
         if len(few) == 2:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import cp_compile
 from cp_compile import CPProgram
 from cp_compile.demo_model import Llama
+from cp_compile.errors import layer_of
 from cp_compile.show.code import difference
-from cp_compile.show.layers import fold, layer_of, layer_ranges
+from cp_compile.show.layers import fold, layer_ranges
 from cp_compile.show.listing import Line, listing
 from tests.models import Block, Config, batch, model
 
@@ -91,7 +92,7 @@ def test_a_line_has_shape_layout_module_and_what_is_sent(program: CPProgram) -> 
     assert text.count("scaled_dot_product_attention(") == 1
     assert "permute(" not in text
     assert program.explain(full=True) == program.code
-    assert program.code.count("all_to_all_single(") == 12
+    assert program.code.count("all_to_all_single(") == 6
 
 
 def test_one_layer_more_renames_nothing(program: CPProgram) -> None:
@@ -110,7 +111,7 @@ def test_the_difference_to_the_plain_graph(program: CPProgram) -> None:
     assert not any("linear(" in line for line in (*added, *removed))
     assert "@@ blocks.0-2 @@" in text
     full = program.explain(diff=True, full=True)
-    assert sum(line.startswith("+") and "all_to_all_single(" in line for line in full.splitlines()) == 12
+    assert sum(line.startswith("+") and "all_to_all_single(" in line for line in full.splitlines()) == 6
     plain = listing(program.plain, 1)
     assert difference(plain, plain) == ""
 

@@ -94,7 +94,7 @@ def test_exchanges_and_bytes_beside_the_least() -> None:
     layers, outside = found.rows
     assert (layers.name, layers.layers) == ("blocks.0-3", 4)
     for part in (layers.forward, layers.backward):
-        assert part.collectives == {"all_to_all_single": 16}
+        assert part.collectives == {"all_to_all_single": 8}
         assert part.sent == layers.least
     # q and output: 4 heads; k and v: each rank lacks 3/4 of the one kv head that it uses. Per layer, of 1024 tokens.
     assert layers.least == 4 * (3 * 256 * 32 * 4) * (2 + 2)
@@ -103,7 +103,7 @@ def test_exchanges_and_bytes_beside_the_least() -> None:
     assert found.total.least == layers.least
     assert json.loads(json.dumps(found.to_dict()))["total"]["least"] == layers.least
     text = str(found)
-    assert "16 all_to_all + 16 all_to_all" in text
+    assert "8 all_to_all + 8 all_to_all" in text
     assert "(1.00)" in text
 
 
@@ -146,7 +146,8 @@ def test_passes_and_what_is_gathered() -> None:
     assert "runs whole on every rank: " in str(found)
     passes = {record.name: record for record in found.passes}
     assert [record.number for record in found.passes] == list(range(1, len(passes) + 1))
-    assert passes["exchange"].added["all_to_all_single"] == 4
+    assert passes["pack"].added["all_to_all_single"] == 1
+    assert passes["exchange"].added["all_to_all_single"] == 1
     assert passes["gather"].added["all_gather_into_tensor"] == 1
     assert passes["place"].placed > 50
     assert str(passes["bind_rank"]) == "+1 input"

@@ -1,0 +1,128 @@
+"""The exchange around attention, rows first: one buffer ``[cp, rows, *batch, width]`` for one value or several.
+
+    q [B, H, L, d]  ->  [cp, L, B, H/cp * d] \\
+    k [B, K, L, d]  ->  [cp, L, B, K/cp * d]  cat -> all_to_all -> [cp * L, B, (H + 2 K)/cp * d] -> drop pads -> views
+    v [B, K, L, e]  ->  [cp, L, B, K/cp * e] /
+
+What arrives is the whole sequence already, row by row: each value is a strided view of it, and attention's result,
+which is laid out like its query, is a send buffer. Only packing ``v`` and unpacking the result copy anything (where the
+length divides); what turns ``q`` and ``k`` writes them to the buffer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from cp_compile.errors import InvariantError
+from cp_compile.passes.editor import Editor
+from cp_compile.passes.heads import heads_of_all_ranks
+from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, Size, local_shape, shape_of
+
+__all__ = ["is_from_heads", "is_to_heads", "to_heads", "to_rows"]
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+def is_to_heads(have: Layout, want: Layout, ndim: int) -> bool:
+    """Whether a value ``[*, H, S, d]`` that is cut in S is wanted cut in H."""
+    if not (isinstance(have, Sharded) and have.pure and have.dim == ndim - 2):
+        return False
+    if isinstance(want, Sharded):
+        return want.pure and want.dim == ndim - 3
+    return isinstance(want, PerQueryHead) and want.dim == ndim - 3
+
+
+def is_from_heads(have: Layout, want: Layout, ndim: int) -> bool:
+    """Whether a value ``[*, H, S, d]`` that is cut in H is wanted cut in S."""
+    return isinstance(have, Sharded) and is_to_heads(want, have, ndim)
+
+
+def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequence[Layout]) -> list[Node]:
+    """Values that are cut in the same rows, each by heads, in one all-to-all.
+
+    Args:
+        edit: where to insert.
+        values: ``[*, H, L, d]``; ``*`` and ``L`` are the same for all, heads and widths may differ.
+        have: their layout.
+        wants: ``Sharded`` heads or ``PerQueryHead``, one a value.
+    """
+    cp, axis = edit.context.cp_size, have.axis
+    shapes = [local_shape(shape_of(value.meta["val"]), have) for value in values]
+    sent, heads = [], []
+    for value, shape, want in zip(values, shapes, wants, strict=True):
+        part, count = _by_rank(edit, value, shape, want)
+        sent.append(part)
+        heads.append(count)
+    batch, widths = shapes[0][:-3], [count * shape[-1] for count, shape in zip(heads, shapes, strict=True)]
+    buffer = sent[0] if len(sent) == 1 else edit.call(aten.cat.default, sent, -1)
+    rows = _all_to_all(edit, buffer)
+    rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, sum(widths)]))
+    if axis.has_pads(cp):
+        rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))
+    # Split, and not sliced: the gradients of the parts are then joined in one step.
+    parts = [rows]
+    if len(values) > 1:
+        split = edit.call(aten.split_with_sizes.default, rows, edit.sizes(widths), -1)
+        parts = [edit.call(operator.getitem, split, i) for i in range(len(values))]
+    found = []
+    for part, count, shape in zip(parts, heads, shapes, strict=True):
+        ndim = len(shape)
+        part = edit.call(aten.reshape.default, part, edit.sizes([axis.size, *batch, count, shape[-1]]))
+        found.append(edit.call(aten.permute.default, part, [*range(1, ndim - 2), ndim - 2, 0, ndim - 1]))
+    return found
+
+
+def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout) -> tuple[Node, Size]:
+    """``[cp, L, *, heads of a rank * d]`` of ``[*, H, L, d]``, and how many heads that is."""
+    cp, dim = edit.context.cp_size, len(shape) - 3
+    *batch, _, rows, width = shape
+    if isinstance(want, PerQueryHead):
+        value = edit.call(aten.index_select.default, value, dim, heads_of_all_ranks(edit, want))
+        count: Size = want.count
+    elif isinstance(want, Sharded):
+        count, value = want.axis.chunk, _whole_chunks(edit, value, want.axis, dim)
+    else:
+        raise InvariantError(f"an exchange to {want} by heads")
+    split = edit.call(aten.reshape.default, value, edit.sizes([*batch, cp, count, rows, width]))
+    split = edit.call(aten.permute.default, split, [dim, dim + 2, *range(dim), dim + 1, dim + 3])
+    return edit.call(aten.reshape.default, split, edit.sizes([cp, rows, *batch, count * width])), count
+
+
+def to_rows(edit: Editor, value: Node, have: Sharded, want: Sharded) -> Node:
+    """A value ``[*, H/cp, S, d]`` that is cut in its heads, cut in its rows.
+
+    What arrives is written once, as ``[*, L, H, d]``: most models merge heads and width next.
+    """
+    cp = edit.context.cp_size
+    *batch, count, _, width = local_shape(shape_of(value.meta["val"]), have)
+    dim = len(batch)
+    rows = edit.call(aten.permute.default, value, [dim + 1, *range(dim + 1), dim + 2])
+    rows = _whole_chunks(edit, rows, want.axis, 0)
+    chunk = want.axis.chunk
+    rows = edit.call(aten.reshape.default, rows, edit.sizes([cp, chunk, *batch, count, width]))
+    rows = _all_to_all(edit, rows)
+    merged = edit.call(aten.permute.default, rows, [*range(2, dim + 2), 1, 0, dim + 2, dim + 3])
+    merged = edit.call(aten.reshape.default, merged, edit.sizes([*batch, chunk, cp * count, width]))
+    if have.axis.has_pads(cp):
+        start = have.axis.start
+        merged = edit.call(aten.slice.Tensor, merged, -2, edit.size(start), edit.size(start + have.axis.size))
+    return edit.call(aten.transpose.int, merged, -3, -2)
+
+
+def _whole_chunks(edit: Editor, value: Node, axis: Axis, dim: int) -> Node:
+    """An axis that is about to be cut, padded to whole chunks."""
+    if not axis.has_pads(edit.context.cp_size):
+        return value
+    return edit.call(aten.index_select.default, value, dim, edit.all_rows(axis))
+
+
+def _all_to_all(edit: Editor, buffer: Node) -> Node:
+    ones = [1] * edit.context.cp_size
+    buffer = edit.call(aten.contiguous.default, buffer)
+    sent = edit.call(_c10d.all_to_all_single.default, buffer, ones, ones, edit.context.group_name)
+    return edit.call(_c10d.wait_tensor.default, sent)
