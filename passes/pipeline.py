@@ -25,6 +25,7 @@ from cp_compile.passes.context import Context, PassRecord
 from cp_compile.passes.exchange import exchange
 from cp_compile.passes.gather import gather
 from cp_compile.passes.hoist import hoist
+from cp_compile.passes.hoist_slices import hoist_slices
 from cp_compile.passes.localise import localise
 from cp_compile.passes.masks import masks
 from cp_compile.passes.overlap import overlap
@@ -71,6 +72,7 @@ PIPELINE: tuple[PassStep, ...] = (
     PassStep(repeats, requires=("global",), optional=True),
     PassStep(place, requires=("global",), provides=("layouts",)),
     PassStep(hoist, requires=("layouts",), optional=True),
+    PassStep(hoist_slices, requires=("layouts",), optional=True),
     PassStep(bind_rank, requires=("global",), provides=("rank",)),
     PassStep(bind_seed, requires=("layouts", "rank"), provides=("seed",)),
     PassStep(reduce_partial, requires=("layouts",), provides=("reduce",), kind="reduce"),
