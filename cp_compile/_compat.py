@@ -36,6 +36,8 @@ __all__ = [
     "active_ddp_module",
     "aot_halves",
     "autocast_kernel",
+    "contains_collective",
+    "contains_wait",
     "current_mesh",
     "dtype_names",
     "eager_frames",
@@ -53,6 +55,7 @@ __all__ = [
     "holds",
     "inductor_decompositions",
     "is_composite",
+    "is_matrix_product",
     "known_true",
     "last_graph_break",
     "no_autocast",
@@ -447,3 +450,27 @@ def hints_of(module: torch.fx.GraphModule) -> dict[str, int]:
             hints = node.meta["val"].fake_mode.shape_env.var_to_val if hints is None else hints  # up to torch 2.12
             return {str(symbol): int(value) for symbol, value in hints.items()}
     return {}
+
+
+def contains_collective(kernel: Any) -> bool:
+    """Whether a kernel of inductor's scheduler starts a collective."""
+    from torch._inductor.utils import contains_collective
+
+    return bool(contains_collective(kernel))
+
+
+def contains_wait(kernel: Any) -> bool:
+    """Whether a kernel of inductor's scheduler waits for a collective."""
+    from torch._inductor.utils import contains_wait
+
+    return bool(contains_wait(kernel))
+
+
+def is_matrix_product(kernel: Any) -> bool:
+    """Whether a kernel of inductor's scheduler is one matrix product, of a library or of inductor's own templates."""
+    from torch._inductor import ir
+
+    node = kernel.node
+    name = str(getattr(node, "python_kernel_name", ""))
+    products = ("extern_kernels.mm", "extern_kernels.bmm", "extern_kernels.addmm", "extern_kernels.baddbmm")
+    return isinstance(node, ir.TemplateBuffer) or name in products

@@ -22,6 +22,7 @@ from cp_compile.passes.bind_seed import takes_seed
 from cp_compile.peers import Peers, graph_hash
 from cp_compile.progress import progress
 from cp_compile.runtime import run_wrapper
+from cp_compile.schedule import hide_exchanges
 
 __all__ = ["Program", "bind", "build_program", "compile_graph", "cp_ulysses", "no_fallback"]
 
@@ -173,8 +174,9 @@ def _compile(module: GraphModule, inputs: list[Any], options: Options, mode: str
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**(list_mode_options(mode) if mode else {}), **options.inductor}
-    return compile_fx(module, inputs, config_patches=patches or None)  # type: ignore[return-value]
+    overlap = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": [hide_exchanges]}
+    patches = {**overlap, **(list_mode_options(mode) if mode else {}), **options.inductor}
+    return compile_fx(module, inputs, config_patches=patches)  # type: ignore[return-value]
 
 
 @contextmanager

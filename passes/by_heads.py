@@ -11,7 +11,8 @@ length divides); what turns ``q`` and ``k`` writes them to the buffer.
 
 from __future__ import annotations
 
-import operator
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -59,22 +60,44 @@ def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequenc
         sent.append(part)
         heads.append(count)
     batch, widths = shapes[0][:-3], [count * shape[-1] for count, shape in zip(heads, shapes, strict=True)]
-    buffer = sent[0] if len(sent) == 1 else edit.call(aten.cat.default, sent, -1)
+    buffer = _joined(edit, sent, widths)
     rows = _all_to_all(edit, buffer)
     rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, sum(widths)]))
     if axis.has_pads(cp):
         rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))
-    # Split, and not sliced: the gradients of the parts are then joined in one step.
-    parts = [rows]
-    if len(values) > 1:
-        split = edit.call(aten.split_with_sizes.default, rows, edit.sizes(widths), -1)
-        parts = [edit.call(operator.getitem, split, i) for i in range(len(values))]
+    parts = _parts(edit, rows, widths)
     found = []
     for part, count, shape in zip(parts, heads, shapes, strict=True):
         ndim = len(shape)
         part = edit.call(aten.reshape.default, part, edit.sizes([axis.size, *batch, count, shape[-1]]))
         found.append(edit.call(aten.permute.default, part, [*range(1, ndim - 2), ndim - 2, 0, ndim - 1]))
     return found
+
+
+def _joined(edit: Editor, values: Sequence[Node], widths: Sequence[Size]) -> Node:
+    """Values side by side in their last dim: padded with zeros and added up, which inductor does in one kernel.
+
+    That kernel computes the values too, where they are computed by element (rotary embeddings); a concatenation would
+    copy each. No bit changes but the sign of a zero.
+    """
+    if len(values) == 1:
+        return values[0]
+    padded, before, behind = [], 0, sum(widths)
+    for i, (value, width) in enumerate(zip(values, widths, strict=True)):
+        behind = behind - width
+        padded.append(edit.call(aten.constant_pad_nd.default, value, [edit.size(before), edit.size(behind)]))
+        padded[-1].meta["cp_join"] = i
+        before = before + width
+    return functools.reduce(lambda joined, part: edit.call(aten.add.Tensor, joined, part), padded)
+
+
+def _parts(edit: Editor, value: Node, widths: Sequence[Size]) -> list[Node]:
+    """The parts of a value's last dim: slices, whose gradients inductor writes to one buffer by one kernel."""
+    if len(widths) == 1:
+        return [value]
+    ends = list(itertools.accumulate(widths))
+    bounds = zip([0, *ends], ends)
+    return [edit.call(aten.slice.Tensor, value, -1, edit.size(start), edit.size(end)) for start, end in bounds]
 
 
 def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout) -> tuple[Node, Size]:

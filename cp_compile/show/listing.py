@@ -252,11 +252,9 @@ def _inside(node: Node) -> list[Node]:
 
 
 def _reads(step: Node, move: Node) -> list[Node]:
-    """What a step of a move reads; where several values are joined to travel together, that of this move."""
-    if "cp_part" in move.meta and step.target is torch.ops.aten.cat.default:
-        values: Any = step.args[0]
-        return [values[move.meta["cp_part"][0]]]
-    return step.all_input_nodes
+    """What a step of a move reads; where several values are joined to travel together, those of this move."""
+    number = move.meta["cp_part"][0] if "cp_part" in move.meta else None
+    return [n for n in step.all_input_nodes if n.meta.get("cp_join", number) == number]
 
 
 def sent_bytes(node: Node, cp_size: int) -> Size:
