@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import tensor_inputs
@@ -28,6 +29,7 @@ __all__ = ["hoist_slices"]
 
 def hoist_slices(module: GraphModule, context: Context) -> GraphModule:
     """Cuts whole floating-point values that all their users want cut alike. Idempotent."""
+    hoisted: set[Node] = set()
     for node in reversed(module.graph.nodes):
         want = _wanted(node)
         placement = _placed_cut(node, want, context) if want is not None else None
@@ -35,6 +37,11 @@ def hoist_slices(module: GraphModule, context: Context) -> GraphModule:
             operands = range(len(tensor_inputs(node)))
             node.meta.update(cp_layout=placement.out, cp_shown=placement.out, cp_local=placement.local)
             node.meta["cp_wants"] = tuple(placement.wants.get(i, WHOLE) for i in operands)
+            hoisted.add(node)
+    for node in hoisted:
+        if not set(node.users) <= hoisted:
+            # A small table that all heads read: computed once, and not again for each head in the backward.
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return module
 
 

@@ -36,6 +36,7 @@ from cp_compile.passes.reduction import reduce_partial
 from cp_compile.passes.repeats import repeats
 from cp_compile.passes.return_sizes import return_sizes
 from cp_compile.passes.slicing import slice_whole
+from cp_compile.passes.tile_mlp import tile_mlp
 
 __all__ = ["PIPELINE", "Pass", "PassStep", "check_order", "chosen_steps", "rewrite"]
 
@@ -82,6 +83,7 @@ PIPELINE: tuple[PassStep, ...] = (
     PassStep(slice_whole, requires=("layouts", "rank", "reduce", "gather"), provides=("slice",), kind="slice"),
     PassStep(localise, requires=("seed", "reduce", "gather", "exchange", "slice"), provides=("local",)),
     PassStep(return_sizes, requires=("layouts",)),
+    PassStep(tile_mlp, requires=("local",)),
     PassStep(overlap, requires=("local",), optional=True),
     PassStep(recompute, requires=("local",)),
     PassStep(check, requires=("local",), provides=("checked",)),

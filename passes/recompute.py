@@ -41,7 +41,11 @@ def recompute(module: GraphModule, context: Context) -> GraphModule:
             continue
         if here != layer:
             region, layer = region + 1, here
-        keep = node.target in kept or (policy == "attention" and is_attention(node.target))
+        keep = (
+            node.target in kept
+            or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+            or (policy == "attention" and is_attention(node.target))
+        )
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
         # What a later region reads of this one is kept: the input of the next layer.
         node.meta["ac_graph_id"] = region
