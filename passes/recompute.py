@@ -13,7 +13,7 @@ nodes say so, which torch's partitioner obeys: they replace those of the model's
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cp_compile.errors import RefusedError, layer_of, module_path
@@ -23,7 +23,7 @@ from cp_compile.passes.rules.attention import is_attention
 
 __all__ = ["recompute"]
 
-_wait = torch.ops._c10d_functional.wait_tensor.default
+_KEPT = (*COLLECTIVES, torch.ops._c10d_functional.wait_tensor.default)
 
 
 def recompute(module: GraphModule, context: Context) -> GraphModule:
@@ -31,27 +31,37 @@ def recompute(module: GraphModule, context: Context) -> GraphModule:
     policy = context.options.recompute
     if policy == "default":
         return module
-    kept = (*COLLECTIVES, _wait)
-    region, layer = 0, ""
-    for node in module.graph.nodes:
-        if node.op != "call_function" or node.meta.get("cp_prologue"):
-            continue
-        here = layer_of(module_path(node))
-        if here == "":
-            continue
-        if here != layer:
-            region, layer = region + 1, here
-        keep = (
-            node.target in kept
-            or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-            or (policy == "attention" and is_attention(node.target))
-        )
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-        # What a later region reads of this one is kept: the input of the next layer.
+    regions = _regions(module)
+    tables = [node for node in regions if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    for node, region in regions.items():
+        keep = policy == "attention" and is_attention(node.target)
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        if keep or node.target in _KEPT or node in tables or _leaves_layers(node, regions):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        # What a later region reads of this one is kept too: the input of the next layer.
         node.meta["ac_graph_id"] = region
-    if region == 0:
+    if not regions:
         raise RefusedError(
             f"the option recompute={policy!r} finds no layer: no module of a torch.nn.ModuleList or Sequential",
             "put the layers into one, or use torch.utils.checkpoint in the model",
         )
     return module
+
+
+def _regions(module: GraphModule) -> dict[Node, int]:
+    """The ops of layers, each with the number of its layer."""
+    found: dict[Node, int] = {}
+    number, layer = 0, ""
+    for node in module.graph.nodes:
+        here = layer_of(module_path(node))
+        if node.op != "call_function" or node.meta.get("cp_prologue") or here == "":
+            continue
+        if here != layer:
+            number, layer = number + 1, here
+        found[node] = number
+    return found
+
+
+def _leaves_layers(node: Node, regions: dict[Node, int]) -> bool:
+    """Whether something behind the layers reads a value, such as the last norm."""
+    return any(user.op == "call_function" and user not in regions for user in node.users)

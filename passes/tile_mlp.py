@@ -8,16 +8,19 @@ The source of the method is tiled compute in ALST (arXiv:2506.13996).
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from cp_compile._compat import FloorDiv
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, tensor_inputs
-from cp_compile.passes.layouts import Sharded, Size, Whole, ceil_div, shape_of
+from cp_compile.passes.layouts import Sharded, Size, Whole, shape_of
 from cp_compile.passes.rules import pointwise
 
 __all__ = ["tile_mlp"]
@@ -101,12 +104,13 @@ def _is_token_wise(node: Node) -> bool:
 
 def _tile(edit: Editor, block: _Block, chunks: int, number: int) -> None:
     result, dim = block.ops[-1], block.cut.dim
-    size = ceil_div(block.cut.axis.chunk, chunks)
+    bounds = [_part(block.cut.axis.chunk, i, chunks) for i in range(chunks + 1)]
+    sizes = edit.sizes([end - start for start, end in itertools.pairwise(bounds)])
     results = []
     with edit.before(result):
+        parts = edit.call(aten.split_with_sizes.default, block.source, sizes, dim)
         for i in range(chunks):
-            start: Size = i * size
-            rows = edit.call(aten.slice.Tensor, block.source, dim, edit.size(start), edit.size(start + size))
+            rows = edit.call(operator.getitem, parts, i)
             made = {block.source: rows}
             for op in block.ops:
                 made[op] = _copy(edit, op, made, number * chunks + i + 1)
@@ -117,6 +121,11 @@ def _tile(edit: Editor, block: _Block, chunks: int, number: int) -> None:
     result.replace_all_uses_with(joined)
     for op in reversed(block.ops):
         edit.graph.erase_node(op)
+
+
+def _part(length: Size, number: int, parts: int) -> Size:
+    """Where a part begins; some are empty where there are fewer rows than parts."""
+    return number * length // parts if isinstance(length, int) else FloorDiv(number * length, parts)
 
 
 def _copy(edit: Editor, op: Node, made: dict[Node, Node], region: int) -> Node:
