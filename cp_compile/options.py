@@ -44,7 +44,6 @@ class Options:
             ``"full"`` (its input and what was exchanged).
         mlp_chunks: in how many chunks of a rank's tokens feed-forward blocks run, forward and backward: what is wide in
             them is held for one chunk at a time, and computed again in the backward. 1: whole.
-        offload: whether what the forward keeps is moved to host memory until the backward, on CUDA.
         stop_after: the pass behind which the rewrite ends, by its name: a graph to look at (``cp_compile.export``),
             which does not run.
         leave_out: names of passes that do not run; only of those without which the program is as exact.
@@ -61,7 +60,6 @@ class Options:
     exchange: str = "auto"
     recompute: str = "default"
     mlp_chunks: int = 1
-    offload: bool = False
     stop_after: str | None = None
     leave_out: tuple[str, ...] = ()
 
@@ -78,8 +76,6 @@ class Options:
             raise OptionError(f"option 'check_timeout' is {self.check_timeout!r}; it takes seconds, a number above 0")
         if isinstance(self.mlp_chunks, bool) or not isinstance(self.mlp_chunks, int) or self.mlp_chunks < 1:
             raise OptionError(f"option 'mlp_chunks' is {self.mlp_chunks!r}; it takes a number of chunks, 1 or more")
-        if not isinstance(self.offload, bool):
-            raise OptionError(f"option 'offload' is {self.offload!r}; it takes True or False")
         if not _is_sequence_option(self.sequence):
             raise OptionError(f"option 'sequence' is {self.sequence!r}; it takes an input's name, or (name, dim)")
         if not (self.stop_after is None or isinstance(self.stop_after, str)):
