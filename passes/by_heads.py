@@ -74,6 +74,17 @@ def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequenc
     return found
 
 
+def _heads_of_ranks(edit: Editor, value: Node, shape: tuple[Size, ...], want: PerQueryHead) -> Node:
+    """The kv heads that each rank is sent, rank by rank: as many ranks in a row take each, or by an index."""
+    cp, dim = edit.context.cp_size, len(shape) - 3
+    if want.evenly(cp) is None:
+        return edit.call(aten.index_select.default, value, dim, heads_of_all_ranks(edit, want))
+    *batch, heads, rows, width = shape
+    value = edit.call(aten.unsqueeze.default, value, dim + 1)
+    value = edit.call(aten.expand.default, value, edit.sizes([*batch, heads, cp // want.kv_heads, rows, width]))
+    return edit.call(aten.reshape.default, value, edit.sizes([*batch, cp, rows, width]))
+
+
 def _joined(edit: Editor, values: Sequence[Node], widths: Sequence[Size]) -> Node:
     """Values side by side in their last dim: padded with zeros and added up, which inductor does in one kernel.
 
@@ -104,9 +115,9 @@ def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout) -
     """``[cp, L, *, heads of a rank * d]`` of ``[*, H, L, d]``, and how many heads that is."""
     cp, dim = edit.context.cp_size, len(shape) - 3
     *batch, _, rows, width = shape
+    count: Size
     if isinstance(want, PerQueryHead):
-        value = edit.call(aten.index_select.default, value, dim, heads_of_all_ranks(edit, want))
-        count: Size = want.count
+        value, count = _heads_of_ranks(edit, value, shape, want), want.count
     elif isinstance(want, Sharded):
         count, value = want.axis.chunk, _whole_chunks(edit, value, want.axis, dim)
     else:

@@ -20,10 +20,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import is_tensor, tensor_inputs
+from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
 from cp_compile.passes.layouts import WHOLE, Axis, Sharded, Size, divide, same, shape_of
 from cp_compile.passes.program import insert_call
 from cp_compile.passes.rules import RULES
+from cp_compile.passes.rules.attention import is_attention
 from cp_compile.passes.rules.op import NoRule, read_op, wrap
 
 __all__ = ["REPEAT", "Repeat", "repeats"]
@@ -62,6 +63,9 @@ def repeats(module: GraphModule, context: Context) -> GraphModule:
         if node.target is not REPEAT:
             node, found = _replaced(module, node, found)
         known[node] = found
+    for node in module.graph.nodes:
+        if is_attention(node.target):
+            _group(node, known)
     module.graph.eliminate_dead_code()
     return module
 
@@ -154,3 +158,25 @@ def _dims_behind(node: Node, known: dict[Node, Repeat], axis: Axis, count: int) 
     if len(kept) != len(op.outputs) or any(size is None or not same(size, axis.size) for size in sizes):
         return None
     return [out.dim for out in kept]
+
+
+def _group(attention: Node, known: dict[Node, Repeat]) -> None:
+    """``sdpa(q, repeat(k), repeat(v)) -> sdpa(q, k, v, enable_gqa=True)``: no repeated head is written, or kept.
+
+    Where torch has a fused kernel for that: without a mask, and on CUDA in half precision.
+    """
+    arguments = schema_arguments(attention)
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    if key not in known or value not in known or arguments["attn_mask"] is not None or arguments["dropout_p"]:
+        return
+    first, second, val = known[key], known[value], query.meta["val"]
+    kv_heads, dim = _heads(first), val.ndim - 3
+    alike = (first.count, first.dim, kv_heads) == (second.count, second.dim, _heads(second)) and first.dim == dim
+    if not alike or shape_of(val)[dim] != first.count * kv_heads:
+        return
+    if val.device.type == "cuda" and val.itemsize != 2:
+        return
+    grouped = {**arguments, "key": first.source, "value": second.source, "enable_gqa": True}
+    names = [argument.name for argument in attention.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    attention.args = tuple(grouped.pop(name) for name in names)
+    attention.kwargs = grouped

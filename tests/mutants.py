@@ -74,7 +74,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
         del sys.modules[name]
     first, output = First(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests], plugins=[first])
+        code = pytest.main(["-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *tests], plugins=[first])
     where = Path(sys.modules["cp_compile"].__file__ or "") if "cp_compile" in sys.modules else tree
     if not where.is_relative_to(tree):
         raise RuntimeError(f"the tests ran {where}, and not the copy in {tree}")
