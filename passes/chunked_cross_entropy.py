@@ -42,9 +42,9 @@ def _bounds(size: Any, count: int) -> Iterator[tuple[Any, Any]]:
             yield start, end
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, steps: Sequence[str]) -> list[Tensor]:
+def _logits(product: Tensor, bias: Tensor | None, steps: Sequence[str]) -> list[Tensor]:
     """The result of the head, and that of each step behind it: ``"mul 0.5"``, ``"div 30.0"``, ``"tanh"``, a dtype."""
-    values = [torch.nn.functional.linear(hidden, weight, bias)]
+    values = [product if bias is None else product + bias]
     for step in steps:
         name, _, number = step.partition(" ")
         if name == "mul":
@@ -74,51 +74,41 @@ def _back(gradient: Tensor, values: Sequence[Tensor], steps: Sequence[str]) -> T
     return gradient
 
 
-class _Loss:
-    """The terms ``(1 - smoothing) w[t] (lse - z[t]) + smoothing / V sum_c w[c] (lse - z[c])``, and their gradient."""
+class _Rows:
+    """What is known of each row: its class, and how much its terms count.
 
-    def __init__(
-        self, target: Tensor, class_weight: Tensor | None, classes: int, ignore_index: int, smoothing: float, dtype: Any
-    ) -> None:
+    The loss is the sum over rows of ``of_target (lse - z[target]) + sum_c each[c] (lse - z[c])``.
+    """
+
+    def __init__(self, target: Tensor, weight: Tensor | None, classes: int, how: tuple[Any, ...]) -> None:
+        _, ignore_index, smoothing, dtype, _ = how
         self.valid = target != ignore_index
-        self.target = torch.where(self.valid, target, 0)
-        self.weight = None if class_weight is None else class_weight.to(dtype)
-        self.hard, self.soft = 1 - smoothing, smoothing / classes
-        self.dtype = dtype
-        total = classes if self.weight is None else self.weight.sum()
-        self.of_target = self.hard if self.weight is None else self.hard * self.weight[self.target]
-        self.of_all = self.of_target + self.soft * total if smoothing else self.of_target
+        self.target = torch.where(self.valid, target, 0)[:, None]
+        weight = None if weight is None else weight.to(dtype)
+        counts = self.valid.to(dtype)
+        self.of_target = (1 - smoothing) * (counts if weight is None else counts * weight[self.target[:, 0]])
+        self.of_all, self.each = self.of_target, None
+        if smoothing:
+            each = torch.ones(classes, dtype=dtype, device=target.device) if weight is None else weight
+            self.each = each * (smoothing / classes)
+            self.of_all = self.of_target + counts * self.each.sum()
 
-    def rows(self, part: slice) -> _Loss:
-        """The same for some of the rows."""
-        other = object.__new__(_Loss)
-        other.__dict__.update(self.__dict__)
-        other.valid, other.target = self.valid[part], self.target[part]
-        if isinstance(self.of_target, Tensor):
-            other.of_target = self.of_target[part]
-        if isinstance(self.of_all, Tensor) and self.of_all.ndim:
-            other.of_all = self.of_all[part]
-        return other
+    def hit(self, rows: slice, classes: slice, device: torch.device) -> Tensor:
+        """Where the class of a row is that of a column."""
+        hit: Tensor = self.target[rows] == torch.arange(classes.start, classes.stop, device=device)
+        return hit
 
-    def terms(self, logits: Tensor, lse: Tensor) -> Tensor:
-        terms = self.of_target * (lse - logits.gather(1, self.target[:, None])[:, 0])
-        if self.soft:
-            below = lse[:, None] - logits
-            terms = terms + self.soft * (below if self.weight is None else below * self.weight).sum(1)
-        return torch.where(self.valid, terms, 0)
-
-    def gradient(self, logits: Tensor, lse: Tensor, first: int = 0) -> Tensor:
-        """With respect to the logits of the classes from ``first`` on, zero in rows that are ignored."""
-        classes = torch.arange(first, first + logits.shape[1], device=logits.device)
-        of_all, of_target = (
-            x[:, None] if isinstance(x, Tensor) and x.ndim else x for x in (self.of_all, self.of_target)
-        )
-        gradient = of_all * (logits - lse[:, None]).exp()
-        gradient = torch.where(self.target[:, None] == classes, gradient - of_target, gradient)
-        if self.soft:
-            own = 1 if self.weight is None else self.weight[first : first + logits.shape[1]]
-            gradient = gradient - self.soft * own
-        return torch.where(self.valid[:, None], gradient, 0)
+    def gradient(
+        self, softmax: Tensor, hit: Tensor, rows: slice, classes: slice, scale: Tensor | None = None
+    ) -> Tensor:
+        """With respect to the logits of some rows and classes; zero in rows that are ignored."""
+        of_all, of_target, counts = self.of_all[rows, None], self.of_target[rows, None], self.valid[rows, None]
+        if self.each is None:
+            return torch.where(hit, softmax - 1, softmax) * (of_all if scale is None else of_all * scale)
+        gradient = softmax * of_all
+        gradient = torch.where(hit, gradient - of_target, gradient)
+        gradient = torch.where(counts, gradient - self.each[classes], 0)
+        return gradient if scale is None else gradient * scale
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -135,43 +125,53 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         how: tuple[Any, ...],
         wanted: tuple[bool, bool],
     ) -> Tensor:
-        steps, ignore_index, smoothing, dtype, chunks = how
-        loss = _Loss(target, class_weight, weight.shape[0], ignore_index, smoothing, dtype)
-        total: Tensor | None = None
-        lses, gradients = [], []
+        steps, _, _, dtype, chunks = how
+        classes = weight.shape[0]
+        rows = _Rows(target, class_weight, classes, how)
+        turned, everything = weight.t(), slice(0, classes)
+        lses, picked, smooth, gradients = [], [], [], []
         for start, end in _bounds(hidden.shape[0], chunks):
             part = slice(start, end)
-            values = _logits(hidden[part], weight, bias, steps)
-            logits, rows = values[-1].to(dtype), loss.rows(part)
-            lse = logits.logsumexp(1)
-            share = rows.terms(logits, lse).sum()
-            total = share if total is None else total + share
-            lses.append(lse)
+            values = _logits(hidden[part] @ turned, bias, steps)
+            logits = values[-1].to(dtype)
+            highest = logits.amax(1, True)
+            powers = (logits - highest).exp()
+            total = powers.sum(1, True)
+            lses.append(highest + total.log())
+            # A sum, and no gather, which may run later and would hold the chunk till then.
+            hit = rows.hit(part, everything, hidden.device)
+            picked.append(torch.where(hit, logits, 0).sum(1, True))
+            if rows.each is not None:
+                smooth.append(((lses[-1] - logits) * rows.each).sum(1))
             if wanted[0]:
-                gradients.append(_back(rows.gradient(logits, lse), values, steps) @ weight)
-        assert total is not None
+                gradients.append(_back(rows.gradient(powers / total, hit, part, everything), values, steps) @ weight)
+        lse = torch.cat(lses)
+        loss = torch.where(rows.valid, rows.of_target * (lse - torch.cat(picked))[:, 0], 0)
+        if smooth:
+            loss = loss + torch.where(rows.valid, torch.cat(smooth), 0)
         ctx.how, ctx.wanted = how, wanted
         if any(wanted):
-            ctx.save_for_backward(
-                hidden, weight, bias, target, class_weight, torch.cat(lses), torch.cat(gradients) if gradients else None
-            )
-        return total
+            of_hidden = torch.cat(gradients) if gradients else None
+            ctx.save_for_backward(hidden, weight, bias, target, class_weight, lse, of_hidden)
+        return loss.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, target, class_weight, lse, of_hidden = ctx.saved_tensors
-        steps, ignore_index, smoothing, dtype, chunks = ctx.how
+        steps, _, _, dtype, chunks = ctx.how
         if of_hidden is not None:
             of_hidden = (of_hidden * gradient).to(of_hidden.dtype)
         if not ctx.wanted[1]:
             return of_hidden, None, None, None, None, None, None
-        loss = _Loss(target, class_weight, weight.shape[0], ignore_index, smoothing, dtype)
+        rows = _Rows(target, class_weight, weight.shape[0], ctx.how)
         of_weight, of_bias = [], []
         for start, end in _bounds(weight.shape[0], chunks):
             part = slice(start, end)
-            values = _logits(hidden, weight[part], None if bias is None else bias[part], steps)
-            each = _back(loss.gradient(values[-1].to(dtype), lse, start) * gradient, values, steps)
+            values = _logits(hidden @ weight[part].t(), None if bias is None else bias[part], steps)
+            softmax = (values[-1].to(dtype) - lse).exp()
+            hit = rows.hit(slice(None), part, hidden.device)
+            each = _back(rows.gradient(softmax, hit, slice(None), part, gradient), values, steps)
             of_weight.append(each.t() @ hidden)
             if bias is not None:
                 of_bias.append(each.sum(0))
