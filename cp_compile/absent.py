@@ -23,8 +23,7 @@ class NotComputed(torch.Tensor):
         """That of ``[B, S, V]`` for an empty tensor ``[0, B, S, V]``, which is what the graph gives."""
         return torch.empty(empty.shape[1:], dtype=empty.dtype, device="meta").as_subclass(NotComputed)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        del tensor_contents
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<logits {list(self.shape)} {self.dtype}, not computed: loss_chunks=...>"
 
     __str__ = __repr__

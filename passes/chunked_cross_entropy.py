@@ -16,8 +16,9 @@ of a loss that makes its gradient with it is that of Liger Kernel (arXiv:2410.10
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,18 @@ _library.define(
     "chunked_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
     "str[] steps, int ignore_index, float smoothing, ScalarType dtype, int chunks) -> Tensor"
 )
+_library.define("part(Tensor x, SymInt start, SymInt end, Tensor? after) -> Tensor")
 CHUNKED_CROSS_ENTROPY = torch.ops.cp_compile.chunked_cross_entropy.default
+
+
+def _part(x: Tensor, start: Any, end: Any, after: Tensor | None) -> Tensor:
+    """``x[start:end]`` as a copy that no compiler looks into.
+
+    One kernel serves all chunks, with no offset in it; and since a chunk waits for a value of the one in front of it
+    (``after``), no compiler fuses the work of several, which would hold the logits of all of them.
+    """
+    del after
+    return x[start:end].clone()
 
 
 def _bounds(size: Any, count: int) -> Iterator[tuple[Any, Any]]:
@@ -93,22 +105,24 @@ class _Rows:
             self.each = each * (smoothing / classes)
             self.of_all = self.of_target + counts * self.each.sum()
 
-    def hit(self, rows: slice, classes: slice, device: torch.device) -> Tensor:
-        """Where the class of a row is that of a column."""
-        hit: Tensor = self.target[rows] == torch.arange(classes.start, classes.stop, device=device)
-        return hit
+    def part(self, start: Any, end: Any, after: Tensor | None) -> _Rows:
+        """The same of some rows."""
+        other = copy.copy(self)
+        cut: Callable[[Tensor], Tensor] = lambda x: torch.ops.cp_compile.part(x, start, end, after)  # type: ignore[no-any-return]
+        other.target, other.of_all = cut(self.target), cut(self.of_all)
+        other.of_target, other.valid = self.of_target, self.valid
+        if self.each is not None:
+            other.of_target, other.valid = cut(self.of_target), cut(self.valid)
+        return other
 
-    def gradient(
-        self, softmax: Tensor, hit: Tensor, rows: slice, classes: slice, scale: Tensor | None = None
-    ) -> Tensor:
-        """With respect to the logits of some rows and classes; zero in rows that are ignored."""
-        of_all, of_target, counts = self.of_all[rows, None], self.of_target[rows, None], self.valid[rows, None]
-        if self.each is None:
-            return torch.where(hit, softmax - 1, softmax) * (of_all if scale is None else of_all * scale)
-        gradient = softmax * of_all
-        gradient = torch.where(hit, gradient - of_target, gradient)
-        gradient = torch.where(counts, gradient - self.each[classes], 0)
-        return gradient if scale is None else gradient * scale
+    def gradient(self, softmax: Tensor, hit: Tensor, each: Tensor | None) -> Tensor:
+        """With respect to the logits of some classes; zero in rows that are ignored."""
+        if each is None:
+            only: Tensor = torch.where(hit, softmax - 1, softmax) * self.of_all[:, None]
+            return only
+        gradient = softmax * self.of_all[:, None]
+        gradient = torch.where(hit, gradient - self.of_target[:, None], gradient)
+        return torch.where(self.valid[:, None], gradient - each, 0)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -128,23 +142,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         steps, _, _, dtype, chunks = how
         classes = weight.shape[0]
         rows = _Rows(target, class_weight, classes, how)
-        turned, everything = weight.t(), slice(0, classes)
+        turned, numbers = weight.t(), torch.arange(classes, device=hidden.device)
         lses, picked, smooth, gradients = [], [], [], []
+        highest: Tensor | None = None
         for start, end in _bounds(hidden.shape[0], chunks):
-            part = slice(start, end)
-            values = _logits(hidden[part] @ turned, bias, steps)
+            values = _logits(hidden[start:end] @ turned, bias, steps)
+            mine = rows.part(start, end, highest)
             logits = values[-1].to(dtype)
             highest = logits.amax(1, True)
             powers = (logits - highest).exp()
             total = powers.sum(1, True)
             lses.append(highest + total.log())
             # A sum, and no gather, which may run later and would hold the chunk till then.
-            hit = rows.hit(part, everything, hidden.device)
+            hit = mine.target == numbers
             picked.append(torch.where(hit, logits, 0).sum(1, True))
             if rows.each is not None:
                 smooth.append(((lses[-1] - logits) * rows.each).sum(1))
             if wanted[0]:
-                gradients.append(_back(rows.gradient(powers / total, hit, part, everything), values, steps) @ weight)
+                gradients.append(_back(mine.gradient(powers / total, hit, rows.each), values, steps) @ weight)
         lse = torch.cat(lses)
         loss = torch.where(rows.valid, rows.of_target * (lse - torch.cat(picked))[:, 0], 0)
         if smooth:
@@ -165,16 +180,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if not ctx.wanted[1]:
             return of_hidden, None, None, None, None, None, None
         rows = _Rows(target, class_weight, weight.shape[0], ctx.how)
+        rows.of_all, rows.of_target = rows.of_all * gradient, rows.of_target * gradient
+        each = None if rows.each is None else rows.each * gradient
+        numbers = torch.arange(weight.shape[0], device=hidden.device)
         of_weight, of_bias = [], []
+        mine: Tensor | None = None
         for start, end in _bounds(weight.shape[0], chunks):
-            part = slice(start, end)
-            values = _logits(hidden @ weight[part].t(), None if bias is None else bias[part], steps)
+            hit = rows.target == torch.ops.cp_compile.part(numbers, start, end, mine)
+            own = None if each is None else torch.ops.cp_compile.part(each, start, end, mine)
+            values = _logits(hidden @ weight[start:end].t(), None if bias is None else bias[start:end], steps)
             softmax = (values[-1].to(dtype) - lse).exp()
-            hit = rows.hit(slice(None), part, hidden.device)
-            each = _back(rows.gradient(softmax, hit, slice(None), part, gradient), values, steps)
-            of_weight.append(each.t() @ hidden)
+            mine = _back(rows.gradient(softmax, hit, own), values, steps)
+            of_weight.append(mine.t() @ hidden)
             if bias is not None:
-                of_bias.append(each.sum(0))
+                of_bias.append(mine.sum(0))
         return of_hidden, torch.cat(of_weight), torch.cat(of_bias) if of_bias else None, None, None, None, None
 
 
@@ -192,5 +211,6 @@ def _in_inference(*args: Any) -> Tensor:
     return total
 
 
+_library.impl("part", _part, "CompositeExplicitAutograd")
 _library.impl("chunked_cross_entropy", _differentiable, "Autograd")
 _library.impl("chunked_cross_entropy", _in_inference, "CompositeExplicitAutograd")

@@ -240,8 +240,8 @@ class _Table:
         for id_, parts in self._joins.items():
             # What a kernel of its own (a matmul) makes for a join alone is written where the join holds it.
             own = [part for part in parts if part in self._made and kinds.get(part) not in ("output", "gradient")]
-            _, *rest = self._made[id_]
-            self._made[id_] = (min((self._made[part][0] for part in own), default=self._made[id_][0]), *rest)
+            start, size, op, module = self._made[id_]
+            self._made[id_] = (min((self._made[part][0] for part in own), default=start), size, op, module)
             for part in own:
                 del self._made[part]
         storages = []
