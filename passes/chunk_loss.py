@@ -31,7 +31,7 @@ from cp_compile.passes.rules.reduction import accumulation_dtype
 __all__ = ["chunk_loss"]
 
 aten = torch.ops.aten
-_MOST = 32
+_MOST = 64
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
 _TURNS = (aten.transpose.int, aten.permute.default, aten.t.default)
