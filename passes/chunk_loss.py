@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.errors import RefusedError
-from cp_compile.passes.chunked_cross_entropy import CHUNKED_CROSS_ENTROPY
+from cp_compile.passes.chunked_cross_entropy import CHUNKED_CROSS_ENTROPY, REVISION
 from cp_compile.passes.context import Context, Output
 from cp_compile.passes.editor import Editor, is_tensor, schema_arguments
 from cp_compile.passes.layouts import WHOLE, Sharded, shape_of
@@ -290,6 +290,7 @@ def _replace(module: GraphModule, context: Context, head: _Head, outputs: dict[i
             arguments["label_smoothing"],
             dtype,
             chunks,
+            REVISION,
         )
         if head.total.kwargs.get("dtype", loss_dtype) != dtype:
             new = edit.call(aten._to_copy.default, new, dtype=head.total.kwargs.get("dtype", loss_dtype))

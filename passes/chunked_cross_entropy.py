@@ -25,14 +25,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["CHUNKED_CROSS_ENTROPY"]
+__all__ = ["CHUNKED_CROSS_ENTROPY", "REVISION"]
+
+REVISION = 1
+"""To be raised with what the op computes: torch's caches of compiled graphs know it by its name and arguments alone."""
 
 _library = torch.library.Library("cp_compile", "FRAGMENT")
 _library.define(
     "chunked_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-    "str[] steps, int ignore_index, float smoothing, ScalarType dtype, int chunks) -> Tensor"
+    "str[] steps, int ignore_index, float smoothing, ScalarType dtype, int chunks, int revision) -> Tensor"
 )
 _library.define("part(Tensor x, SymInt start, SymInt end, Tensor? after) -> Tensor")
+part = torch.ops.cp_compile.part.default
 CHUNKED_CROSS_ENTROPY = torch.ops.cp_compile.chunked_cross_entropy.default
 
 
@@ -108,7 +112,7 @@ class _Rows:
     def part(self, start: Any, end: Any, after: Tensor | None) -> _Rows:
         """The same of some rows."""
         other = copy.copy(self)
-        cut: Callable[[Tensor], Tensor] = lambda x: torch.ops.cp_compile.part(x, start, end, after)  # type: ignore[no-any-return]
+        cut: Callable[[Tensor], Tensor] = lambda x: part(x, start, end, after)  # type: ignore[no-any-return]
         other.target, other.of_all = cut(self.target), cut(self.of_all)
         other.of_target, other.valid = self.of_target, self.valid
         if self.each is not None:
@@ -144,22 +148,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows = _Rows(target, class_weight, classes, how)
         turned, numbers = weight.t(), torch.arange(classes, device=hidden.device)
         lses, picked, smooth, gradients = [], [], [], []
-        highest: Tensor | None = None
+        done: Tensor | None = None
         for start, end in _bounds(hidden.shape[0], chunks):
-            values = _logits(hidden[start:end] @ turned, bias, steps)
-            mine = rows.part(start, end, highest)
+            mine = rows.part(start, end, done)
+            values = _logits(part(hidden, start, end, done) @ turned, bias, steps)
             logits = values[-1].to(dtype)
             highest = logits.amax(1, True)
-            powers = (logits - highest).exp()
-            total = powers.sum(1, True)
-            lses.append(highest + total.log())
+            lse = highest + (logits - highest).exp().sum(1, True).log()
+            lses.append(lse)
             # A sum, and no gather, which may run later and would hold the chunk till then.
             hit = mine.target == numbers
             picked.append(torch.where(hit, logits, 0).sum(1, True))
             if rows.each is not None:
-                smooth.append(((lses[-1] - logits) * rows.each).sum(1))
+                smooth.append(((lse - logits) * rows.each).sum(1))
+            done = highest
             if wanted[0]:
-                gradients.append(_back(mine.gradient(powers / total, hit, rows.each), values, steps) @ weight)
+                done = _back(mine.gradient((logits - lse).exp(), hit, rows.each), values, steps)
+                gradients.append(done @ weight)
         lse = torch.cat(lses)
         loss = torch.where(rows.valid, rows.of_target * (lse - torch.cat(picked))[:, 0], 0)
         if smooth:
@@ -168,6 +173,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if any(wanted):
             of_hidden = torch.cat(gradients) if gradients else None
             ctx.save_for_backward(hidden, weight, bias, target, class_weight, lse, of_hidden)
+            if of_hidden is not None:
+                # A partitioner is free to compute in the backward what no output needs, and to keep logits for it.
+                return part(loss.sum()[None], 0, 1, of_hidden)[0]
         return loss.sum()
 
     @staticmethod
@@ -184,22 +192,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         each = None if rows.each is None else rows.each * gradient
         numbers = torch.arange(weight.shape[0], device=hidden.device)
         of_weight, of_bias = [], []
-        mine: Tensor | None = None
+        done = gradient  # what does not wait for it could be computed in the forward, and kept
         for start, end in _bounds(weight.shape[0], chunks):
-            hit = rows.target == torch.ops.cp_compile.part(numbers, start, end, mine)
-            own = None if each is None else torch.ops.cp_compile.part(each, start, end, mine)
-            values = _logits(hidden @ weight[start:end].t(), None if bias is None else bias[start:end], steps)
-            softmax = (values[-1].to(dtype) - lse).exp()
-            mine = _back(rows.gradient(softmax, hit, own), values, steps)
-            of_weight.append(mine.t() @ hidden)
+            hit = rows.target == part(numbers, start, end, done)
+            own = None if each is None else part(each, start, end, done)
+            turned = part(weight, start, end, done).t()
+            values = _logits(hidden @ turned, None if bias is None else bias[start:end], steps)
+            done = _back(rows.gradient((values[-1].to(dtype) - lse).exp(), hit, own), values, steps)
+            of_weight.append(done.t() @ hidden)
             if bias is not None:
-                of_bias.append(mine.sum(0))
+                of_bias.append(done.sum(0))
         return of_hidden, torch.cat(of_weight), torch.cat(of_bias) if of_bias else None, None, None, None, None
 
 
 def _differentiable(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *how: Any
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *rest: Any
 ) -> Tensor:
+    how = rest[:-1]
     head = weight.requires_grad or (bias is not None and bias.requires_grad)
     wanted = (hidden.requires_grad, head) if torch.is_grad_enabled() else (False, False)
     total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, target, class_weight, how, wanted)
@@ -207,7 +216,7 @@ def _differentiable(
 
 
 def _in_inference(*args: Any) -> Tensor:
-    total: Tensor = _ChunkedCrossEntropy.apply(*args[:5], args[5:], (False, False))
+    total: Tensor = _ChunkedCrossEntropy.apply(*args[:5], args[5:-1], (False, False))
     return total
 
 

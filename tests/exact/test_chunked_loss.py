@@ -152,7 +152,7 @@ def test_auto_chunks_wide_vocabularies_whose_logits_stay_inside() -> None:
     inputs[1] = torch.randn(64, WIDTH, dtype=torch.float64)
     assert not chunked(rewritten(both, inputs, {0: 1})[0])
     (node,) = chunked(rewritten(FORMS["smoothing"], inputs, {0: 1})[0])
-    assert node.args[-1] == 8  # 4 * 64 bytes of logits a row beside 8 * 6 of hidden states
+    assert node.args[-2] == 8  # 4 * 64 bytes of logits a row beside 8 * 6 of hidden states
     assert not chunked(rewritten(FORMS["smoothing"], inputs, {0: 1}, loss_chunks=1)[0])
 
 
