@@ -175,7 +175,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, target, class_weight, lse, of_hidden)
             if of_hidden is not None:
                 # A partitioner is free to compute in the backward what no output needs, and to keep logits for it.
-                return part(loss.sum()[None], 0, 1, of_hidden)[0]
+                kept: Tensor = part(loss.sum()[None], 0, 1, of_hidden)[0]
+                return kept
         return loss.sum()
 
     @staticmethod

@@ -204,7 +204,7 @@ class _Table:
                 id_ = views.get(self._id(value), self._id(value))
                 found.append(id_)
                 if id_ not in self._made and id_ not in self._outside:
-                    if self.fused and _is_by_element(node):
+                    if self.fused and (_is_by_element(node) or node.target in _SCATTERS):
                         self._in_place.append(id_)
                     if self.fused and node.target is aten.cat.default:
                         self._joins[id_] = [self._ids[part][0] for part in _made_for(node)]
@@ -273,6 +273,12 @@ _BY_ELEMENT = _VIEWS | {
 _SUMS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
     aten.any.default, aten.any.dim, aten.var_mean.correction, aten.var.correction, aten.prod.default,
+}  # fmt: skip
+
+
+_SCATTERS = {
+    aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
+    aten.scatter_add.default, aten.slice_scatter.default,
 }  # fmt: skip
 
 
