@@ -44,6 +44,8 @@ class Options:
             ``"full"`` (its input and what was exchanged).
         mlp_chunks: in how many chunks of a rank's tokens feed-forward blocks run, forward and backward: what is wide in
             them is held for one chunk at a time, and computed again in the backward. 1: whole.
+        loss_chunks: through how many chunks of the rows the LM head and its cross-entropy run: ``"auto"``, where the
+            logits are no output; a number, where they are one too, which then raises if it is used; 1: not chunked.
         stop_after: the pass behind which the rewrite ends, by its name: a graph to look at (``cp_compile.export``),
             which does not run.
         leave_out: names of passes that do not run; only of those without which the program is as exact.
@@ -60,6 +62,7 @@ class Options:
     exchange: str = "auto"
     recompute: str = "default"
     mlp_chunks: int = 1
+    loss_chunks: str | int | None = "auto"
     stop_after: str | None = None
     leave_out: tuple[str, ...] = ()
 
@@ -78,6 +81,10 @@ class Options:
             raise OptionError(f"option 'mlp_chunks' is {self.mlp_chunks!r}; it takes a number of chunks, 1 or more")
         if not _is_sequence_option(self.sequence):
             raise OptionError(f"option 'sequence' is {self.sequence!r}; it takes an input's name, or (name, dim)")
+        if not _is_chunks_option(self.loss_chunks):
+            raise OptionError(
+                f"option 'loss_chunks' is {self.loss_chunks!r}; it takes 'auto', or a number from 1 (off)"
+            )
         if not (self.stop_after is None or isinstance(self.stop_after, str)):
             raise OptionError(f"option 'stop_after' is {self.stop_after!r}; it takes the name of a pass")
         if isinstance(self.leave_out, str) or not all(isinstance(name, str) for name in self.leave_out):
@@ -103,3 +110,9 @@ def _is_sequence_option(value: object) -> bool:
     if value is None or isinstance(value, str):
         return True
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)
+
+
+def _is_chunks_option(value: object) -> bool:
+    if value is None or value == "auto":
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from cp_compile._compat import no_autocast, strided_shard
+from cp_compile.absent import NotComputed
 from cp_compile.group import Group, rank_tensor
 from cp_compile.passes.context import Output
 
@@ -138,6 +139,8 @@ def run_wrapper(
     def _come_back(value: Any, output: Output, sizes: Sequence[int]) -> Any:
         if output.kind == "value":
             return value
+        if output.kind == "absent":
+            return NotComputed.of(value)
         size = int(output.size if output.size_index is None else sizes[output.size_index])
         local = trim(value, output, size, group.rank, group.size)
         if local.requires_grad:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
 from cp_compile._compat import LocalTensor, LocalTensorMode, fake_process_group
+from cp_compile.absent import NotComputed
 from cp_compile.errors import CPError
 from cp_compile.passes.bind_seed import takes_seed
 from cp_compile.passes.context import Output
@@ -95,7 +96,8 @@ class Simulation:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """The outputs in the global view; backward gives each input the mean over ranks of its gradient."""
-        return list(_Simulate.apply(self, *inputs))
+        values = zip(_Simulate.apply(self, *inputs), self.outputs, strict=True)
+        return [NotComputed.of(value) if output.kind == "absent" else value for value, output in values]
 
     def run(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Local inputs and local outputs of all ranks, with the autograd graph between them."""
@@ -126,7 +128,7 @@ class Simulation:
         if not isinstance(value, LocalTensor):
             return value
         ranks = [value._local_tensors[r].detach() for r in range(self.cp_size)]
-        if output.kind == "value":
+        if output.kind in ("value", "absent"):
             for other in ranks[1:]:
                 if not torch.equal(other.nan_to_num(), ranks[0].nan_to_num()):
                     torch.testing.assert_close(other, ranks[0], equal_nan=True)

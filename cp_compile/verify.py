@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
+from cp_compile.absent import NotComputed
 from cp_compile.backend import build_program
 from cp_compile.dynamo_state import check_dynamo_state
 from cp_compile.errors import CPError, RefusedError, own_errors
@@ -233,13 +234,17 @@ def _compare_outputs(got: Any, right: Any) -> list[Row]:
     rows = []
     paths = [("output" + "".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(right)[0]]
     for (name, b), a in zip(paths, tree_leaves(got), strict=True):
-        if isinstance(b, torch.Tensor):
+        if isinstance(b, torch.Tensor) and not isinstance(a, NotComputed):
             rows.append(_row("output", name, a.detach(), b.detach()))
     return rows
 
 
 def _compare_gradients(got: Any, right: Any, leaves: Mapping[str, torch.Tensor]) -> list[Row]:
-    chosen = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(right)]
+    pairs = zip(tree_leaves(right), tree_leaves(got), strict=True)
+    chosen = [
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(mine, NotComputed)
+        for leaf, mine in pairs
+    ]
     mine, plain = (_gradients(out, chosen, leaves) for out in (got, right))
     scale = sum(g.double().norm().item() ** 2 for g in plain.values() if g is not None) ** 0.5
     rows = []

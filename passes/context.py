@@ -19,7 +19,8 @@ class Output:
     """How a graph output comes back.
 
     Attributes:
-        kind: ``"value"`` (the user's value, the same on every rank), or ``"shard"``: local rows, pads included.
+        kind: ``"value"`` (the user's value, the same on every rank), ``"shard"``: local rows, pads included, or
+            ``"absent"``: it is not computed, and an empty tensor has its shape behind a first dim of no rows.
         dim: the dim that is cut.
         size: the global length of the axis that is cut.
         inner: elements of ``dim`` behind the axis; those in front of it are what remains.

@@ -21,6 +21,7 @@ from cp_compile.options import Options
 from cp_compile.passes.bind_rank import bind_rank
 from cp_compile.passes.bind_seed import bind_seed
 from cp_compile.passes.check import check, check_edges
+from cp_compile.passes.chunk_loss import chunk_loss
 from cp_compile.passes.context import Context, PassRecord
 from cp_compile.passes.exchange import exchange
 from cp_compile.passes.gather import gather
@@ -82,6 +83,7 @@ PIPELINE: tuple[PassStep, ...] = (
     PassStep(exchange, requires=("layouts", "rank", "reduce", "gather"), provides=("exchange",)),
     PassStep(slice_whole, requires=("layouts", "rank", "reduce", "gather"), provides=("slice",), kind="slice"),
     PassStep(localise, requires=("seed", "reduce", "gather", "exchange", "slice"), provides=("local",)),
+    PassStep(chunk_loss, requires=("local",), optional=True),
     PassStep(return_sizes, requires=("layouts",)),
     PassStep(tile_mlp, requires=("local",)),
     PassStep(overlap, requires=("local",), optional=True),

@@ -161,6 +161,7 @@ class _Table:
         self._made: dict[Any, tuple[int, Size, str, str]] = {}
         self._used: dict[Any, int] = {}
         self._in_place: list[Any] = []
+        self._joins: dict[Any, list[Any]] = {}
 
     def ids(self, node: Node) -> tuple[Any, ...]:
         return self._ids.get(node, ())
@@ -203,8 +204,10 @@ class _Table:
                 id_ = views.get(self._id(value), self._id(value))
                 found.append(id_)
                 if id_ not in self._made and id_ not in self._outside:
-                    if self.fused and _is_by_element(node):
+                    if self.fused and (_is_by_element(node) or node.target in _SCATTERS):
                         self._in_place.append(id_)
+                    if self.fused and node.target is aten.cat.default:
+                        self._joins[id_] = [self._ids[part][0] for part in _made_for(node)]
                     self._made[id_] = (step, self._bytes(value), op, self.steps[-1][1])
                 self._used[id_] = max(self._used.get(id_, step), step)
             self._ids[node] = tuple(found)
@@ -234,6 +237,13 @@ class _Table:
                 if free and bytes_ == size:
                     self._used[operand] = start - 1
                     break
+        for id_, parts in self._joins.items():
+            # What a kernel of its own (a matmul) makes for a join alone is written where the join holds it.
+            own = [part for part in parts if part in self._made and kinds.get(part) not in ("output", "gradient")]
+            start, size, op, module = self._made[id_]
+            self._made[id_] = (min((self._made[part][0] for part in own), default=start), size, op, module)
+            for part in own:
+                del self._made[part]
         storages = []
         for id_, (start, size, op, module) in self._made.items():
             kind = kinds.get(id_, "temporary")
@@ -264,6 +274,22 @@ _SUMS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
     aten.any.default, aten.any.dim, aten.var_mean.correction, aten.var.correction, aten.prod.default,
 }  # fmt: skip
+
+
+_SCATTERS = {
+    aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
+    aten.scatter_add.default, aten.slice_scatter.default,
+}  # fmt: skip
+
+
+def _made_for(join: Node) -> list[Node]:
+    """The operands of a join that are results of kernels of their own, and that nothing else reads."""
+    parts: Any = join.args[0]
+    return [
+        part
+        for part in dict.fromkeys(parts)
+        if part.op == "call_function" and not _is_by_element(part) and part.target not in _SUMS and len(part.users) == 1
+    ]
 
 
 def _is_by_element(node: Node) -> bool:

@@ -10,6 +10,7 @@ _PASSES = "tests/passes/test_passes.py"
 _RANDOM = "tests/passes/test_random.py"
 _SAME_DRAWS = f"{_RANDOM}::test_the_same_numbers_on_any_number_of_ranks"
 _EDITS = "tests/properties/test_passes.py::test_any_wrong_edit_of_a_model_is_rejected"
+_CHUNKED = "tests/exact/test_chunked_loss.py"
 _FUNCTIONS = "tests/exact/test_functions.py"
 _RULES = "tests/passes/test_rules.py::test_exact"
 
@@ -19,6 +20,40 @@ def _of(file: str, *rows: tuple[str, str, str, str, tuple[str, ...]]) -> tuple[M
 
 
 MUTANTS: tuple[Mutant, ...] = (
+    *_of(
+        "passes/chunk_loss",
+        (
+            "pads count",
+            "the rows of pads add nothing to a loss in chunks",
+            'target = edit.call(aten.where.ScalarOther, head.mask, arguments["target"], arguments["ignore_index"])',
+            'target = arguments["target"]',
+            (f"{_CHUNKED}::test_exact[flat-13]",),
+        ),
+        (
+            "logits that something else reads",
+            "a loss is chunked only where nothing else needs the logits",
+            "            else:\n                raise _UnknownError(f",
+            "            elif False:\n                raise _UnknownError(f",
+            (f"{_CHUNKED}::test_left_alone_or_refused",),
+        ),
+    ),
+    *_of(
+        "passes/chunked_cross_entropy",
+        (
+            "the loss's own gradient",
+            "the kept gradient is multiplied by the one that comes in",
+            "of_hidden = (of_hidden * gradient).to(of_hidden.dtype)",
+            "of_hidden = of_hidden.clone()",
+            (f"{_CHUNKED}::test_exact[flat-13]",),
+        ),
+        (
+            "no logit of the target",
+            "the gradient of a row is softmax but for its target",
+            "torch.where(hit, softmax - 1, softmax)",
+            "torch.where(hit, softmax, softmax)",
+            (f"{_CHUNKED}::test_exact[flat-13]",),
+        ),
+    ),
     *_of(
         "passes/outputs",
         (

@@ -31,7 +31,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @cache
 def lines(layers: int = 3) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """The plain and the rewritten listing of the demo's model on four ranks."""
-    program = export(Llama(layers=layers), [torch.randint(256, (1, 1001))], cp_size=4)
+    program = export(Llama(layers=layers), [torch.randint(256, (1, 1001))], cp_size=4, loss_chunks=1)
     return listing(program.plain, 1), listing(program.graph_module, 4)
 
 

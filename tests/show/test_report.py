@@ -71,19 +71,20 @@ def peak_of(program: CPProgram, lm: nn.Module, ids: Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "make", "limit"),
+    ("compiler", "make", "limit", "chunks"),
     [
-        ("eager", lambda: Llama(layers=3, dim=256, vocabulary=1000), 1e-6),
-        ("aot_eager", lambda: Llama(layers=3, dim=256, vocabulary=1000), 1e-6),
-        ("aot_eager", Checkpointed, 0.05),
-        ("inductor", lambda: Llama(layers=2, dim=256, vocabulary=1000), 0.05),
-        ("inductor", lambda: Llama(layers=1, dim=128, vocabulary=8000), 0.05),
+        ("eager", lambda: Llama(layers=3, dim=256, vocabulary=1000), 1e-6, 1),
+        ("aot_eager", lambda: Llama(layers=3, dim=256, vocabulary=1000), 1e-6, "auto"),
+        ("aot_eager", Checkpointed, 0.05, "auto"),
+        ("inductor", lambda: Llama(layers=2, dim=256, vocabulary=1000), 0.05, 1),
+        ("inductor", lambda: Llama(layers=1, dim=128, vocabulary=8000), 0.05, 1),
+        ("inductor", lambda: Llama(layers=1, dim=128, vocabulary=8000), 0.1, 16),
     ],
-    ids=["eager", "aot_eager", "checkpoints", "inductor", "a large vocabulary"],
+    ids=["eager", "aot_eager", "checkpoints", "inductor", "a large vocabulary", "in chunks"],
 )
-def test_the_peak_is_what_a_step_holds(compiler: str, make: Callable[[], nn.Module], limit: float) -> None:
+def test_the_peak_is_what_a_step_holds(compiler: str, make: Callable[[], nn.Module], limit: float, chunks: Any) -> None:
     lm, ids = make(), torch.randint(256, (1, 2048))
-    program = cp_compile.export(lm, [ids], cp_size=4, compiler=compiler)
+    program = cp_compile.export(lm, [ids], cp_size=4, compiler=compiler, loss_chunks=chunks)
     predicted = program.report().peak.total
     assert predicted == pytest.approx(peak_of(program, lm, ids), rel=limit)
 
