@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from cp_compile.errors import RefusedError
 from cp_compile.passes.chunked_cross_entropy import CHUNKED_CROSS_ENTROPY, REVISION
 from cp_compile.passes.context import Context, Output
-from cp_compile.passes.editor import Editor, is_tensor, schema_arguments
+from cp_compile.passes.editor import Editor, grad_modes, is_tensor, schema_arguments
 from cp_compile.passes.layouts import WHOLE, Sharded, shape_of
 from cp_compile.passes.rules.reduction import accumulation_dtype
 
@@ -75,7 +75,7 @@ def chunk_loss(module: GraphModule, context: Context) -> GraphModule:
     asked = context.options.loss_chunks
     if asked is None or asked == 1:
         return module
-    reader = _Reader(_grad_modes(module), {node for key, node in context.prologue.items() if key[0] == "inside"})
+    reader = _Reader(grad_modes(module), {node for key, node in context.prologue.items() if key[0] == "inside"})
     for loss in module.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
         if not _is_cut(loss):
             continue
@@ -103,15 +103,6 @@ def _is_cut(loss: Node) -> bool:
     """Whether the rows of a loss are cut, so that what its logits hold grows with the sequence."""
     layouts = [source.meta["cp_layout"][0] for source in loss.all_input_nodes if "cp_layout" in source.meta]
     return any(isinstance(layout, Sharded) for layout in layouts)
-
-
-def _grad_modes(module: GraphModule) -> dict[Node, bool]:
-    modes, mode = {}, True
-    for node in module.graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            mode = bool(node.args[0])
-        modes[node] = mode
-    return modes
 
 
 class _Reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,10 @@ _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("ci", max_examples=60, derandomize=True, database=None, **_COMMON)
 settings.register_profile("thorough", max_examples=1500, print_blob=True, **_COMMON)
 settings.load_profile("ci")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One of several processes that share the cores.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
