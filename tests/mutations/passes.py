@@ -6,6 +6,8 @@ from tests.mutations.mutant import Mutant, model, rule
 
 __all__ = ["MUTANTS"]
 
+_MEMORY = "tests/passes/test_memory.py"
+_TRAFFIC = "tests/counts/test_traffic.py"
 _PASSES = "tests/passes/test_passes.py"
 _RANDOM = "tests/passes/test_random.py"
 _SAME_DRAWS = f"{_RANDOM}::test_the_same_numbers_on_any_number_of_ranks"
@@ -20,6 +22,108 @@ def _of(file: str, *rows: tuple[str, str, str, str, tuple[str, ...]]) -> tuple[M
 
 
 MUTANTS: tuple[Mutant, ...] = (
+    *_of(
+        "passes/by_heads",
+        (
+            "parts in another order",
+            "each value lies where it is read from",
+            "before = before + width",
+            "before = before",
+            (f"{_MEMORY}::test_exact[options0-sizes0]",),
+        ),
+        (
+            "rows of other ranks",
+            "pads of the rows are dropped where they become whole",
+            "rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))",
+            "rows = edit.call(aten.slice.Tensor, rows, 0, 1, edit.size(1 + axis.size))",
+            (f"{_MEMORY}::test_exact[options2-sizes2]",),
+        ),
+        (
+            "heads between the rows",
+            "what arrives from each rank is its own heads",
+            "merged = edit.call(aten.permute.default, rows, [*range(2, dim + 2), 1, 0, dim + 2, dim + 3])",
+            "merged = edit.call(aten.permute.default, rows, [*range(2, dim + 2), 1, dim + 2, 0, dim + 3])",
+            (f"{_MEMORY}::test_exact[options0-sizes0]",),
+        ),
+    ),
+    *_of(
+        "passes/pack",
+        (
+            "packed without a gradient",
+            "what is computed without a gradient does not travel with what has one",
+            "== len({modes[value] for value in values}) == 1",
+            "== 1",
+            (f"{_MEMORY}::test_what_travels_together[changes3-3]",),
+        ),
+        (
+            "exchanged twice",
+            "what another attention reads too is exchanged once for both",
+            "and not any(_is_wanted(value, want, attention) for value, want in zip(values, wants))",
+            "",
+            (f"{_MEMORY}::test_what_travels_together[changes2-4]",),
+        ),
+        (
+            "always packed",
+            "where launches cost less than what could be hidden, exchanges start one by one",
+            "return seconds < 2 * _LAUNCH",
+            "return True",
+            (f"{_TRAFFIC}::test_a_query_on_its_way_for_long_is_exchanged_alone",),
+        ),
+    ),
+    *_of(
+        "passes/hoist_slices",
+        (
+            "whole tables",
+            "rotary tables are computed for a rank's own rows",
+            "if placement is not None:",
+            "if False:",
+            (f"{_TRAFFIC}::test_no_rank_holds_anything_whole_but_integers",),
+        ),
+    ),
+    *_of(
+        "passes/recompute",
+        (
+            "attention runs again",
+            "what attention gives is kept",
+            'keep = policy == "attention" and is_attention(node.target)',
+            "keep = False",
+            (f"{_MEMORY}::test_what_a_layer_keeps",),
+        ),
+        (
+            "the last layer runs again",
+            "what is read behind the layers is kept",
+            "return any(user.op == \"call_function\" and user not in regions for user in node.users)",
+            "return False",
+            (f"{_MEMORY}::test_nothing_of_the_last_layer_runs_again_for_what_is_behind_it",),
+        ),
+    ),
+    *_of(
+        "passes/tile_mlp",
+        (
+            "kept in chunks",
+            "what is wide in a block is computed again",
+            'copy.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)',
+            "pass",
+            (f"{_MEMORY}::test_chunks_keep_nothing_wide",),
+        ),
+        (
+            "narrow blocks in chunks",
+            "a block is wider in between than at its end",
+            "each > width for each in widths",
+            "each > 0 for each in widths",
+            (f"{_MEMORY}::test_a_model_without_feed_forward_blocks_has_no_chunks",),
+        ),
+    ),
+    *_of(
+        "cp_compile/schedule",
+        (
+            "nothing is hidden",
+            "a weight gradient runs while an exchange is on its way",
+            "order.insert(order.index(exchange) + 1, chosen)",
+            "order.append(chosen)",
+            ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[2]",),
+        ),
+    ),
     *_of(
         "passes/chunk_loss",
         (

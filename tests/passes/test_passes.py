@@ -72,7 +72,8 @@ CHANGES = {
     "bind_rank": {},
     "reduce": {c10d.all_reduce.default: 1, c10d.wait_tensor.default: 1},
     "gather": {},
-    "exchange": {c10d.all_to_all_single.default: 4, c10d.wait_tensor.default: 4},
+    "pack": {c10d.all_to_all_single.default: 1, c10d.wait_tensor.default: 1},
+    "exchange": {c10d.all_to_all_single.default: 1, c10d.wait_tensor.default: 1},
 }
 
 

@@ -1,0 +1,156 @@
+"""What is exchanged together, kept, computed again and run in chunks: ``pack``, ``recompute``, ``tile_mlp``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+import cp_compile
+from cp_compile.demo_model import Llama
+from cp_compile.errors import RefusedError, layer_of, module_path
+from cp_compile.show.halves import halves
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def llama(heads: int = 4, kv_heads: int = 2) -> Llama:
+    """In float64, its attention strong enough for a wrong exchange to be seen."""
+    torch.manual_seed(0)
+    model = Llama(vocabulary=64, dim=8 * heads, heads=heads, kv_heads=kv_heads).double()
+    for block in model.blocks:
+        for linear in (block.attention.q, block.attention.k, block.attention.v, block.attention.o):
+            linear.weight.data *= 4
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def graph(model: nn.Module, *inputs: Any, cp_size: int = 2, **options: Any) -> GraphModule:
+    return cp_compile.export(model, list(inputs), cp_size=cp_size, **options).graph_module
+
+
+def all_to_alls(module: GraphModule) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default))
+
+
+# Lengths and kv heads that the ranks divide, share evenly and share unevenly; fewer rows than chunks.
+SIZES = [(16, 2, 4, 2), (13, 4, 4, 2), (13, 2, 4, 1), (7, 6, 12, 4)]
+POLICIES: list[dict[str, Any]] = [{"recompute": "attention"}, {"recompute": "full", "mlp_chunks": 5}]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        *(({"exchange": how}, sizes) for sizes in SIZES for how in ("packed", "separate")),
+        *(({**policy, "compiler": "aot_eager"}, SIZES[1]) for policy in POLICIES),
+    ],
+)
+def test_exact(options: dict[str, Any], sizes: tuple[int, int, int, int]) -> None:
+    length, cp_size, heads, kv_heads = sizes
+    options = {"compiler": "eager", **options}
+    report = cp_compile.verify(llama(heads, kv_heads), [tokens(length)], cp_size=cp_size, **options)
+    assert report.ok, report
+
+
+class Attend(nn.Module):
+    """Attention of made-up q, k and v."""
+
+    def __init__(self, width_of_value: int = 8, twice: bool = False, half: bool = False, freeze: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4 * width_of_value)
+        self.into, self.out = nn.Linear(32, 4), nn.Linear(4, 32)  # a block that is narrow in between
+        self.width, self.twice, self.half, self.freeze = width_of_value, twice, half, freeze
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.out(self.into(x).tanh())
+        q, k = (linear(x).unflatten(-1, (4, 8)).transpose(1, 2) for linear in (self.q, self.k))
+        if self.freeze:
+            with torch.no_grad():
+                v = self.v(x).unflatten(-1, (4, self.width)).transpose(1, 2)
+        else:
+            v = self.v(x).unflatten(-1, (4, self.width)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.twice:
+            y = y + F.scaled_dot_product_attention(q.sin(), k, v)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 1),
+        ({"width_of_value": 16}, 1),
+        ({"twice": True}, 4),  # k and v are exchanged once for both
+        ({"freeze": True}, 3),  # v is computed without a gradient
+    ],
+)
+def test_what_travels_together(changes: dict[str, Any], count: int) -> None:
+    torch.manual_seed(0)
+    model = Attend(**changes).double()
+    results = 2 if "twice" in changes else 1
+    assert all_to_alls(graph(model, tokens(13))) == count + results
+    report = cp_compile.verify(model, [tokens(13)], cp_size=2, compiler="eager")
+    assert report.ok, report
+
+
+def kept(module: GraphModule, layer: str) -> list[str]:
+    """The ops of a layer that are marked to be kept."""
+    nodes = [n for n in module.graph.nodes if n.op == "call_function" and layer_of(module_path(n)) == layer]
+    assert all("recompute" in node.meta for node in nodes if not node.meta.get("cp_prologue"))
+    keep = CheckpointPolicy.MUST_SAVE
+    return sorted({str(node.target).split(".")[1] for node in nodes if node.meta.get("recompute") == keep})
+
+
+def test_what_a_layer_keeps() -> None:
+    exchanged = ["all_to_all_single", "cos", "sin", "wait_tensor"]
+    assert set(kept(graph(llama(), tokens(16), recompute="full"), "blocks.0")) <= {*exchanged, "_to_copy"}
+    attention = kept(graph(llama(), tokens(16), recompute="attention"), "blocks.0")
+    assert "scaled_dot_product_attention" in attention
+    assert "linear" not in attention
+
+
+def test_nothing_of_the_last_layer_runs_again_for_what_is_behind_it() -> None:
+    """Its output is kept for the last norm, so its last projection is not computed twice."""
+    parts = halves(graph(llama(), tokens(16), recompute="attention"))
+    assert parts.backward is not None
+    down = [n for n in parts.backward.graph.nodes if n.target is aten.mm.default and _is_forward(n, "blocks.1.down")]
+    assert down == []
+
+
+def _is_forward(node: Node, path: str) -> bool:
+    return "nn_module_stack" in node.meta and module_path(node) == path
+
+
+def test_a_model_without_layers_has_no_policy() -> None:
+    with pytest.raises(RefusedError, match=r"(?s)recompute='attention'.*finds no layer.*ModuleList"):
+        graph(Attend().double(), tokens(16), recompute="attention")
+
+
+def test_a_model_without_feed_forward_blocks_has_no_chunks() -> None:
+    with pytest.raises(RefusedError, match=r"(?s)mlp_chunks=4 finds no block.*leave the option out"):
+        graph(Attend().double(), tokens(16), mlp_chunks=4)
+
+
+def test_blocks_run_in_chunks_and_the_head_does_not() -> None:
+    module = graph(llama(), tokens(16), mlp_chunks=3)
+    linears = [node for node in module.graph.nodes if node.target is aten.linear.default]
+    # q, k, v, o and three times gate, up, down, in two layers; the head.
+    assert len(linears) == 2 * (4 + 3 * 3) + 1
+    widths = {node.meta["val"].shape[1] for node in linears if module_path(node).endswith(("gate", "up", "down"))}
+    assert widths == {2, 3}  # 8 rows of a rank
+
+
+def test_chunks_keep_nothing_wide() -> None:
+    parts = halves(graph(llama(), tokens(16), mlp_chunks=2))
+    shapes = [tuple(node.meta["val"].shape) for node in parts.saved if node.op == "call_function"]
+    assert [shape for shape in shapes if shape[-1:] == (96,)] == []
