@@ -69,7 +69,7 @@ class Case:
     compiler: str = "inductor"
 
 
-_LENGTHS = (64, 96, 128, 160, 40)
+_LENGTHS = (256, 384, 512, 640, 160)
 CASES = {
     "tiny": Case(Shape(64, 192, 1, 8, 8, 256), 8, 64, _LENGTHS, Shape(64, 64, 2, 32, 32, 64), (2, 32), "aot_eager"),
     "small": Case(Shape(128, 448, 4, 8, 8, 512), 8, 512, _LENGTHS, Shape(2048, 2048, 32, 1024, 1024, 64), (8, 1024)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -86,13 +87,17 @@ def _heads_of_ranks(edit: Editor, value: Node, shape: tuple[Size, ...], want: Pe
 
 
 def _joined(edit: Editor, values: Sequence[Node], widths: Sequence[Size]) -> Node:
-    """Values side by side in their last dim: padded with zeros and added up, which inductor does in one kernel.
+    """Values side by side in their last dim.
 
-    That kernel computes the values too, where they are computed by element (rotary embeddings); a concatenation would
-    copy each. No bit changes but the sign of a zero.
+    For inductor, padded with zeros and added up: that is one kernel, which computes the values too where they are
+    computed by element (rotary embeddings), and a concatenation would copy each. No bit changes but the sign of a zero.
     """
     if len(values) == 1:
         return values[0]
+    if edit.context.options.compiler != "inductor":
+        for i, value in enumerate(values):
+            value.meta["cp_join"] = i
+        return edit.call(aten.cat.default, list(values), -1)
     padded, before, behind = [], 0, sum(widths)
     for i, (value, width) in enumerate(zip(values, widths, strict=True)):
         behind = behind - width
@@ -103,9 +108,12 @@ def _joined(edit: Editor, values: Sequence[Node], widths: Sequence[Size]) -> Nod
 
 
 def _parts(edit: Editor, value: Node, widths: Sequence[Size]) -> list[Node]:
-    """The parts of a value's last dim: slices, whose gradients inductor writes to one buffer by one kernel."""
+    """The parts of a value's last dim; for inductor slices, whose gradients it writes to one buffer by one kernel."""
     if len(widths) == 1:
         return [value]
+    if edit.context.options.compiler != "inductor":
+        parts = edit.call(aten.split_with_sizes.default, value, edit.sizes(widths), -1)
+        return [edit.call(operator.getitem, parts, i) for i in range(len(widths))]
     ends = list(itertools.accumulate(widths))
     bounds = zip([0, *ends], ends)
     return [edit.call(aten.slice.Tensor, value, -1, edit.size(start), edit.size(end)) for start, end in bounds]

@@ -35,8 +35,9 @@ def test_modes_and_configuration_reach_inductor(two_ranks: Ranks) -> None:
     for given in two_ranks.run(what_inductor_is_given, {"mode": "max-autotune-no-cudagraphs"}):
         assert given["max_autotune"] is True
     for given in two_ranks.run(what_inductor_is_given, {"options": {"inductor": {"max_autotune": False}}}):
-        assert given == {"max_autotune": False}
-    assert two_ranks.run(what_inductor_is_given, {}) == [{}, {}]
+        assert given["max_autotune"] is False
+    for given in two_ranks.run(what_inductor_is_given, {}):
+        assert set(given) == {"reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"}
 
 
 def test_the_example_of_readme(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "each value lies where it is read from",
             "before = before + width",
             "before = before",
-            (f"{_MEMORY}::test_exact[options0-sizes0]",),
+            (f"{_MEMORY}::test_joined_by_pads",),
         ),
         (
             "rows of other ranks",

