@@ -141,7 +141,7 @@ def _text(line: Line) -> str:
     if line.move is None:
         return _commented(f"    {line.code}", [value_text(line), line.module])
     move = line.move
-    names = f" by {', '.join(move.collectives)}" if move.collectives else ""
+    names = f" by {'the same ' * move.rides}{', '.join(move.collectives)}" if move.collectives else ""
     sends = f"sends {bytes_text(move.sent)}{names}" if move.collectives else "sends nothing"
     code = f"    {line.name} = {move.kind}({line.source}, {move.have!r}, {move.want!r})"
     return _commented(code, [value_text(line), line.module, f"{sends} {move.why}".rstrip()])

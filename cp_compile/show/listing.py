@@ -34,6 +34,7 @@ class Move:
         collectives: what is run, by name.
         sent: bytes that a rank sends to others.
         why: which op asks for it.
+        rides: whether it travels in the collective of another move, which is listed first.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Move:
     collectives: tuple[str, ...]
     sent: Size
     why: str
+    rides: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class _Listing:
             tuple(op_name(n.target) for n in run),
             self._share(node, sum(sent_bytes(n, self.cp_size) for n in run)),
             why,
+            rides=node.meta.get("cp_part", (0,))[0] > 0,
         )
 
     def _share(self, node: Node, sent: Size) -> Size:

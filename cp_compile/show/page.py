@@ -136,7 +136,8 @@ def _facts(op: Op, ranks: bool) -> list[tuple[str, list[str]]]:
 def _move_fact(line: Line) -> str:
     move = line.move
     assert move is not None
-    by = f", sends {bytes_text(move.sent)} by {', '.join(move.collectives)}" if move.collectives else ", sends nothing"
+    names = f"{'the same ' * move.rides}{', '.join(move.collectives)}"
+    by = f", sends {bytes_text(move.sent)} by {names}" if move.collectives else ", sends nothing"
     return f"{move.kind}: {move.have} to {move.want}{by} {move.why}".rstrip()
 
 

@@ -148,7 +148,7 @@ def move_text(line: Line) -> tuple[str, str]:
 def sends_text(box: Box) -> str:
     """What the moves of a box's values send: ``"4 all-to-all, 376.5 KiB"``; ``""`` where nothing is sent."""
     moves = [line.move for op in box.ops for line in op.moves if line.move is not None]
-    runs = [_COLLECTIVES.get(each, each) for move in moves for each in move.collectives]
+    runs = [_COLLECTIVES.get(each, each) for move in moves if not move.rides for each in move.collectives]
     if not runs:
         return ""
     total: Size = sum(move.sent for move in moves)
