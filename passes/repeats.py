@@ -63,8 +63,9 @@ def repeats(module: GraphModule, context: Context) -> GraphModule:
         if node.target is not REPEAT:
             node, found = _replaced(module, node, found)
         known[node] = found
-    for node in module.graph.nodes:
-        if is_attention(node.target):
+    attentions = [node for node in module.graph.nodes if is_attention(node.target)]
+    if not any(getattr(node.target, "__name__", "") == "use_attention_kernels" for node in module.graph.nodes):
+        for node in attentions:  # those that the user chose need not take grouped heads
             _group(node, known)
     module.graph.eliminate_dead_code()
     return module

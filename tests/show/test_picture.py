@@ -75,7 +75,7 @@ def test_every_op_of_the_first_layer_and_of_no_layer_is_drawn_once(side: int) ->
 def test_equal_layers_are_one_box(drawn: Picture) -> None:
     titles = [(box.title, box.layers) for box in drawn.sections]
     assert titles == [("", 0), ("blocks.0-2 (3 equal layers)", 3), ("", 0)]
-    assert sends_text(drawn.sections[1]) == "4 all-to-all, 376.5 KiB each"
+    assert sends_text(drawn.sections[1]) == "2 all-to-all, 376.5 KiB each"
 
 
 def test_edges_of_layers_begin_before_the_first_and_end_behind_the_last(drawn: Picture) -> None:
