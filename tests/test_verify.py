@@ -33,8 +33,8 @@ def test_exact(cp_size: int, config: Config, length: int) -> None:
     assert report.ok, str(report)
     names = {row.name for row in report.rows if row.kind == "gradient"}
     assert names == dict(lm.named_parameters()).keys()
-    assert report.exchanges.forward == {"all_to_all_single": 4 * config.layers, "all_reduce": 1}
-    assert report.exchanges.backward == {"all_to_all_single": 4 * config.layers, "all_reduce": 1}
+    assert report.exchanges.forward == {"all_to_all_single": 2 * config.layers, "all_reduce": 1}
+    assert report.exchanges.backward == {"all_to_all_single": 2 * config.layers, "all_reduce": 1}
     assert not dist.is_initialized()
 
 
