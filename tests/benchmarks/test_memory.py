@@ -84,7 +84,7 @@ def test_a_wrong_prediction_and_a_wrong_loss_are_seen() -> None:
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    case = replace(memory.CASES["tiny"], compiler="eager", lengths=(256, 384, 512))
+    case = replace(memory.CASES["tiny"], compiler="aot_eager", lengths=(256, 384, 512))
     monkeypatch.setitem(memory.CASES, "tiny", case)
     found, picture = tmp_path / "found.json", tmp_path / "found.svg"
     arguments = ["--shapes", "tiny", "--arms", "ours,single", "--json", str(found), "--svg", str(picture)]
