@@ -76,7 +76,7 @@ def test_the_report_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     table = str(report)
     assert "DIFFERENT from the plain model" in table
     assert any("<- differs" in line and "output[0]" in line for line in table.splitlines())
-    assert "exchanges forward: 1 all_reduce, 4 all_to_all_single" in table
+    assert "exchanges forward: 1 all_reduce, 2 all_to_all_single" in table
 
 
 def test_a_refusal_comes_through() -> None:
