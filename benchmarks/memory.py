@@ -25,9 +25,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from one_rank import LLAMA_3_8B, POLICIES, STEP, Shape, exported, length_text, llama, missing, one_rank, parsed
+from peers.hooks import Exchange
 from results import Result, argument_parser, lines, publish
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -221,7 +221,7 @@ def measure(case: Case, arm: str, rounds: int, say: Callable[[str], None]) -> li
 def callable_of(model: torch.nn.Module, case: Case, arm: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """The model as an arm runs it; one compilation serves all lengths."""
     if arm == "hooks":
-        return hooked(model, case.cp_size)
+        return hooked(model)
     if arm == "single":
         return torch.compile(model, backend=case.compiler, dynamic=True)
     options = {"compiler": case.compiler, **POLICIES[arm]}
@@ -246,7 +246,7 @@ def _changes(found: Any) -> list[tuple[int, int]]:
     return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
 
 
-def hooked(model: torch.nn.Module, cp_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def hooked(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """A model that is called eagerly with a rank's tokens, and whose attention is exchanged to heads and back.
 
     That is what hooks in front of the first layer and around the attention function make of a model. Positions and
@@ -254,40 +254,19 @@ def hooked(model: torch.nn.Module, cp_size: int) -> Callable[[torch.Tensor], tor
     """
 
     def call(ids: torch.Tensor) -> torch.Tensor:
-        with _AttentionHooks(cp_size):
+        with _AttentionHooks():
             return model(ids)  # type: ignore[no-any-return]
 
     return call
 
 
 class _AttentionHooks(TorchFunctionMode):
-    def __init__(self, cp_size: int) -> None:
-        super().__init__()
-        self.cp_size = cp_size
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        by_heads = [_Exchange.apply(value, 1, 2, self.cp_size) for value in args]
-        return _Exchange.apply(func(*by_heads, **kwargs), 2, 1, self.cp_size)
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all that cuts one dim and joins another; its gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, cut: int, join: int, cp_size: int) -> torch.Tensor:
-        ctx.dims = cut, join, cp_size
-        sent = torch.stack(value.chunk(cp_size, cut))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        return torch.cat(received.unbind(), join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        cut, join, cp_size = ctx.dims
-        return _Exchange.apply(grad, join, cut, cp_size), None, None, None
+        by_heads = [Exchange.apply(value, 1, 2) for value in args]
+        return Exchange.apply(func(*by_heads, **kwargs), 2, 1)
 
 
 def is_exact(case: Case, arm: str) -> bool:

@@ -33,9 +33,11 @@ def hide_exchanges(kernels: list[Any]) -> list[Any]:
         if any(gradient in order[start:end] for gradient in gradients):
             gradients = [gradient for gradient in gradients if gradient not in order[start:end]]
             continue
-        places = {name: i for i, kernel in enumerate(order) for name in kernel.get_buffer_names()}
-        ready = {g: _ready(g, places) for g in gradients}
-        able = [g for g in gradients if ready[g] < start and not _is_read_before(g, order[:start])]
+        made = {name: i for i, kernel in enumerate(order) for name in kernel.get_buffer_names()}
+        # From behind, so that the first that needs a buffer stays.
+        needed = {d.name: i for i in reversed(range(len(order))) for d in order[i].unmet_dependencies}
+        ready = {gradient: _ready(gradient, made) for gradient in gradients}
+        able = [g for g in gradients if ready[g] < start < min(needed.get(n, end) for n in g.get_buffer_names())]
         if end > start and able:
             chosen = max(able, key=ready.__getitem__)
             gradients.remove(chosen)
@@ -54,13 +56,6 @@ def _waits_for(kernel: Any, exchange: Any) -> bool:
     return contains_wait(kernel) and any(d.name in exchange.get_buffer_names() for d in kernel.unmet_dependencies)
 
 
-def _ready(kernel: Any, places: dict[str, int]) -> int:
+def _ready(kernel: Any, made: dict[str, int]) -> int:
     """The place behind which all that a kernel reads is there; -1: from the start."""
-    return max((places[d.name] for d in kernel.unmet_dependencies if d.name in places), default=-1)
-
-
-def _is_read_before(kernel: Any, kernels: list[Any]) -> bool:
-    """Whether one of these kernels must run behind ``kernel``."""
-    mine = kernel.get_buffer_names()
-    behind = kernels[kernels.index(kernel) + 1 :] if kernel in kernels else []
-    return any(d.name in mine for other in behind for d in other.unmet_dependencies)
+    return max((made[d.name] for d in kernel.unmet_dependencies if d.name in made), default=-1)

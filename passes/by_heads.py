@@ -27,7 +27,6 @@ from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, Size,
 __all__ = ["is_from_heads", "is_to_heads", "to_heads", "to_rows"]
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 def is_to_heads(have: Layout, want: Layout, ndim: int) -> bool:
@@ -62,7 +61,7 @@ def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequenc
         heads.append(count)
     batch, widths = shapes[0][:-3], [count * shape[-1] for count, shape in zip(heads, shapes, strict=True)]
     buffer = _joined(edit, sent, widths)
-    rows = _all_to_all(edit, buffer)
+    rows = edit.all_to_all(buffer)
     rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, sum(widths)]))
     if axis.has_pads(cp):
         rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))
@@ -147,7 +146,7 @@ def to_rows(edit: Editor, value: Node, have: Sharded, want: Sharded) -> Node:
     rows = _whole_chunks(edit, rows, want.axis, 0)
     chunk = want.axis.chunk
     rows = edit.call(aten.reshape.default, rows, edit.sizes([cp, chunk, *batch, count, width]))
-    rows = _all_to_all(edit, rows)
+    rows = edit.all_to_all(rows)
     merged = edit.call(aten.permute.default, rows, [*range(2, dim + 2), 1, 0, dim + 2, dim + 3])
     merged = edit.call(aten.reshape.default, merged, edit.sizes([*batch, chunk, cp * count, width]))
     if have.axis.has_pads(cp):
@@ -161,10 +160,3 @@ def _whole_chunks(edit: Editor, value: Node, axis: Axis, dim: int) -> Node:
     if not axis.has_pads(edit.context.cp_size):
         return value
     return edit.call(aten.index_select.default, value, dim, edit.all_rows(axis))
-
-
-def _all_to_all(edit: Editor, buffer: Node) -> Node:
-    ones = [1] * edit.context.cp_size
-    buffer = edit.call(aten.contiguous.default, buffer)
-    sent = edit.call(_c10d.all_to_all_single.default, buffer, ones, ones, edit.context.group_name)
-    return edit.call(_c10d.wait_tensor.default, sent)

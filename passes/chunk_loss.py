@@ -14,7 +14,6 @@ which then come back as a tensor that raises where it is used, and refuses what 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.fx import GraphModule, Node
 from cp_compile.errors import RefusedError
 from cp_compile.passes.chunked_cross_entropy import CHUNKED_CROSS_ENTROPY, REVISION
 from cp_compile.passes.context import Context, Output
-from cp_compile.passes.editor import Editor, grad_modes, is_tensor, schema_arguments
+from cp_compile.passes.editor import Editor, grad_modes, is_tensor, schema_arguments, take_place
 from cp_compile.passes.layouts import WHOLE, Sharded, shape_of
 from cp_compile.passes.rules.reduction import accumulation_dtype
 
@@ -37,7 +36,6 @@ _SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
 _TURNS = (aten.transpose.int, aten.permute.default, aten.t.default)
 _NUMBERS = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div"}
 _MOVES = ("exchange", "gather", "slice")
-_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved", "cp_op")
 _REMEDY = 'options={"loss_chunks": "auto"} leaves such a loss as it is'
 
 
@@ -285,26 +283,24 @@ def _replace(module: GraphModule, context: Context, head: _Head, outputs: dict[i
         )
         if head.total.kwargs.get("dtype", loss_dtype) != dtype:
             new = edit.call(aten._to_copy.default, new, dtype=head.total.kwargs.get("dtype", loss_dtype))
-    new.meta.update({key: head.total.meta[key] for key in _KEPT if key in head.total.meta})
+    take_place(new, head.total)
     head.total.replace_all_uses_with(new)
     for place, value in outputs.items():
         _leave_out(module, edit, context, place, value)
-    dead = {*_between(head.values[0], head.total)}
+    dead = _behind(head.values[0]) | {head.total}
     for node in reversed(list(module.graph.nodes)):
         if node in dead and not node.users:
             module.graph.erase_node(node)
 
 
-def _between(first: Node, last: Node) -> Iterator[Node]:
-    """What depends on the head, and is needed for the loss or for an output that is left out: the pads of windows."""
+def _behind(first: Node) -> set[Node]:
+    """What depends on the head: needed for the loss, or for an output that is left out (the pads of windows)."""
     found, rest = {first}, [first]
     while rest:
-        for user in rest.pop().users:
-            if user not in found and user.op != "output":
-                found.add(user)
-                rest.append(user)
-    yield from found
-    yield last
+        users = {user for user in rest.pop().users if user.op != "output"} - found
+        found |= users
+        rest.extend(users)
+    return found
 
 
 def _leave_out(module: GraphModule, edit: Editor, context: Context, place: int, value: Node) -> None:

@@ -18,12 +18,22 @@ from cp_compile.errors import InvariantError
 from cp_compile.passes.context import Context
 from cp_compile.passes.layouts import Axis, Sharded, Size, same, shape_of, size_of
 
-__all__ = ["COLLECTIVES", "Editor", "grad_modes", "is_tensor", "rewire", "schema_arguments", "tensor_inputs"]
+__all__ = [
+    "COLLECTIVES",
+    "Editor",
+    "grad_modes",
+    "is_tensor",
+    "rewire",
+    "schema_arguments",
+    "take_place",
+    "tensor_inputs",
+]
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _NOT_SENT = (torch.int16,)
 _NOT_ADDED = (torch.bool, torch.int8, torch.uint8, torch.int16)
+_OF_VALUE = ("val", "cp_layout", "cp_shown", "cp_moved", "cp_part", "cp_op")
 COLLECTIVES = (_c10d.all_to_all_single.default, _c10d.all_reduce.default, _c10d.all_gather_into_tensor.default)
 
 
@@ -81,6 +91,13 @@ class Editor:
     def all_reduce(self, value: Node, op: str = "sum") -> Node:
         """A partial value summed over the ranks, or their largest (``"max"``), which has no gradient."""
         value = self.call(_c10d.all_reduce.default, value, op, self.context.group_name)
+        return self.call(_c10d.wait_tensor.default, value)
+
+    def all_to_all(self, value: Node) -> Node:
+        """``[cp, ...]``, an equal part for each rank -> ``[cp, ...]``, a part from each rank."""
+        ones = [1] * self.context.cp_size
+        value = self.call(aten.contiguous.default, value)
+        value = self.call(_c10d.all_to_all_single.default, value, ones, ones, self.context.group_name)
         return self.call(_c10d.wait_tensor.default, value)
 
     def sent(self, value: Node, move: Callable[[Node], Node], *, added: bool) -> Node:
@@ -259,6 +276,11 @@ class Editor:
 def is_tensor(value: object) -> bool:
     """Whether a graph argument is a node that computes one tensor."""
     return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def take_place(new: Node, old: Node) -> None:
+    """Says of ``new`` what is known of the value of ``old``, which it computes instead."""
+    new.meta.update({key: old.meta[key] for key in _OF_VALUE if key in old.meta})
 
 
 def grad_modes(module: GraphModule) -> dict[Node, bool]:

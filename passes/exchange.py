@@ -25,7 +25,6 @@ from cp_compile.passes.moves import insert_moves
 __all__ = ["exchange"]
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 
 def exchange(module: GraphModule, context: Context) -> GraphModule:
@@ -88,10 +87,7 @@ def _all_to_all(
             split.append(size)
     order = [send, *(d for d in range(len(split)) if d != send)]
     value = edit.call(aten.permute.default, edit.call(aten.reshape.default, value, edit.sizes(split)), order)
-    value = edit.call(aten.contiguous.default, value)
-    ones = [1] * cp
-    value = edit.call(_c10d.all_to_all_single.default, value, ones, ones, edit.context.group_name)
-    value = edit.call(_c10d.wait_tensor.default, value)
+    value = edit.all_to_all(value)
     # What arrives is [source rank, ...]: the source's place is in front of its chunk.
     place = order.index(chunk)
     back = [*range(1, place), 0, *range(place, len(split))]

@@ -42,7 +42,7 @@ def hoist_slices(module: GraphModule, context: Context) -> GraphModule:
         if not set(node.users) <= hoisted:
             # A small table that all heads read: computed once, and not again for each head in the backward.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            node.meta.setdefault("ac_graph_id", 0)
+            node.meta.setdefault("ac_graph_id", 0)  # a tag has a region: that of no checkpoint
     return module
 
 

@@ -10,12 +10,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import Editor, schema_arguments
+from cp_compile.passes.editor import Editor, schema_arguments, take_place
 
 __all__ = ["localise"]
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-_KEPT = ("val", "cp_layout", "cp_shown", "cp_moved", "cp_part", "cp_op")
 
 
 def localise(module: GraphModule, context: Context) -> GraphModule:
@@ -44,7 +43,7 @@ def localise(module: GraphModule, context: Context) -> GraphModule:
 
 def _replace(edit: Editor, node: Node, local: Node | int) -> None:
     if isinstance(local, Node):
-        local.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+        take_place(local, node)
         edit.replaced[node] = local
     node.replace_all_uses_with(local)  # type: ignore[arg-type]
     edit.graph.erase_node(node)

@@ -31,7 +31,6 @@ def pack(module: GraphModule, context: Context) -> GraphModule:
         return module
     edit = Editor(module, context, "pack")
     modes = grad_modes(module)
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in list(module.graph.nodes):
         if not is_attention(node.target) or not _travels_alike(node, modes):
             continue
@@ -39,7 +38,7 @@ def pack(module: GraphModule, context: Context) -> GraphModule:
         have = values[0].meta["cp_layout"][0]
         if context.options.exchange == "auto" and not _is_faster(edit, values, have):
             continue
-        with edit.after(max(values, key=order.__getitem__)):
+        with edit.after(max(values)):  # nodes compare by their place in the graph
             moved = to_heads(edit, values, have, wants)
         widths = [_width(value, want) for value, want in zip(values, wants, strict=True)]
         for i, (result, value, want) in enumerate(zip(moved, values, wants, strict=True)):

@@ -32,19 +32,18 @@ def recompute(module: GraphModule, context: Context) -> GraphModule:
     if policy == "default":
         return module
     regions = _regions(module)
-    tables = [node for node in regions if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
-    for node, region in regions.items():
-        keep = policy == "attention" and is_attention(node.target)
-        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-        if keep or node.target in _KEPT or node in tables or _leaves_layers(node, regions):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        # What a later region reads of this one is kept too: the input of the next layer.
-        node.meta["ac_graph_id"] = region
     if not regions:
         raise RefusedError(
             f"the option recompute={policy!r} finds no layer: no module of a torch.nn.ModuleList or Sequential",
             "put the layers into one, or use torch.utils.checkpoint in the model",
         )
+    for node, region in regions.items():
+        # Exchanges, and what a pass in front of this one keeps already: tables that all heads read.
+        keep = node.target in _KEPT or node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+        keep = keep or (policy == "attention" and is_attention(node.target)) or _leaves_layers(node, regions)
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        # What a later region reads of this one is kept too: the input of the next layer.
+        node.meta["ac_graph_id"] = region
     return module
 
 

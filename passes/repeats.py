@@ -63,9 +63,10 @@ def repeats(module: GraphModule, context: Context) -> GraphModule:
         if node.target is not REPEAT:
             node, found = _replaced(module, node, found)
         known[node] = found
-    attentions = [node for node in module.graph.nodes if is_attention(node.target)]
-    if not any(getattr(node.target, "__name__", "") == "use_attention_kernels" for node in module.graph.nodes):
-        for node in attentions:  # those that the user chose need not take grouped heads
+    # Kernels that the user chose need not take grouped heads.
+    chosen = any(getattr(node.target, "__name__", "") == "use_attention_kernels" for node in module.graph.nodes)
+    for node in module.graph.nodes if not chosen else ():
+        if is_attention(node.target):
             _group(node, known)
     module.graph.eliminate_dead_code()
     return module

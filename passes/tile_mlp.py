@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cp_compile._compat import FloorDiv
 from cp_compile.errors import RefusedError
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import Editor, tensor_inputs
+from cp_compile.passes.editor import Editor, take_place, tensor_inputs
 from cp_compile.passes.layouts import Sharded, Size, Whole, shape_of
 from cp_compile.passes.rules import pointwise
 
@@ -65,16 +65,15 @@ def _block_of(result: Node) -> _Block | None:
     cut = _cut(result)
     if result.target is not _LINEAR or cut is None:
         return None
-    order = {node: place for place, node in enumerate(result.graph.nodes)}
     ops, reads = {result}, _cut_inputs(result)
     while not (len(reads) == 1 and _narrows(ops, result)):
-        last = max(reads, key=order.__getitem__, default=None)
+        last = max(reads, default=None)  # nodes compare by their place in the graph
         if last is None or not _is_token_wise(last) or _cut(last) != cut or not set(last.users) <= ops:
             return None
         ops.add(last)
         reads = (reads - {last}) | (_cut_inputs(last) - ops)
     (source,) = reads
-    return _Block(source, tuple(sorted(ops, key=order.__getitem__)), cut) if _cut(source) == cut else None
+    return _Block(source, tuple(sorted(ops)), cut) if _cut(source) == cut else None
 
 
 def _narrows(ops: set[Node], result: Node) -> bool:
@@ -116,8 +115,7 @@ def _tile(edit: Editor, block: _Block, chunks: int, number: int) -> None:
                 made[op] = _copy(edit, op, made, number * chunks + i + 1)
             results.append(made[result])
         joined = edit.call(aten.cat.default, results, dim)
-    kept = ("val", "cp_layout", "cp_shown", "cp_op")
-    joined.meta.update({key: result.meta[key] for key in kept if key in result.meta})
+    take_place(joined, result)
     result.replace_all_uses_with(joined)
     for op in reversed(block.ops):
         edit.graph.erase_node(op)

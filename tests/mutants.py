@@ -21,8 +21,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    # And not in the processes that a test starts, which import this file too: they have the path of the copy.
-    sys.path.insert(0, str(ROOT))
+    # In the place of tests/, whose folders have names of their own. And not in the processes that a test starts, which
+    # import this file too: they have the path of the copy.
+    sys.path[0] = str(ROOT)
 
 from rich.console import Console  # noqa: E402
 from rich.markup import escape  # noqa: E402

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .model import Llama, attend
 
-__all__ = ["exchanged_attention", "hooked_loss", "mean_over_ranks"]
+__all__ = ["Exchange", "exchanged_attention", "hooked_loss", "mean_over_ranks"]
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """Cuts one dim of a tensor into a piece a rank, and joins the pieces that come back along another dim."""
 
     @staticmethod
@@ -56,8 +56,8 @@ class _SumOverRanks(torch.autograd.Function):
 def exchanged_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of slices: every rank computes some of the heads, for the whole sequence."""
     heads, sequence = 1, 2
-    q, k, v = (_Exchange.apply(x, heads, sequence) for x in (q, k, v))
-    return _Exchange.apply(attend(q, k, v), sequence, heads)
+    q, k, v = (Exchange.apply(x, heads, sequence) for x in (q, k, v))
+    return Exchange.apply(attend(q, k, v), sequence, heads)
 
 
 def mean_over_ranks(total: Tensor, labels: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def test_hooks_exchange_attention() -> None:
     x = torch.randn(1, 8, 16, 4, requires_grad=True)
     attend = lambda value: torch.nn.functional.scaled_dot_product_attention(value, value, value)
     with memory.one_rank(4):
-        result = memory.hooked(attend, 4)(x)  # type: ignore[arg-type]
+        result = memory.hooked(attend)(x)  # type: ignore[arg-type]
         assert result.shape == x.shape
         # The attention function saw two heads of the whole sequence.
         assert _saved_query(result).shape == (1, 2, 64, 4)

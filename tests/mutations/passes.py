@@ -7,6 +7,7 @@ from tests.mutations.mutant import Mutant, model, rule
 __all__ = ["MUTANTS"]
 
 _MEMORY = "tests/passes/test_memory.py"
+_MIXED = "tests/exact/test_mixing.py::test_exact"
 _TRAFFIC = "tests/counts/test_traffic.py"
 _PASSES = "tests/passes/test_passes.py"
 _RANDOM = "tests/passes/test_random.py"
@@ -85,8 +86,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "attention runs again",
             "what attention gives is kept",
-            'keep = policy == "attention" and is_attention(node.target)',
-            "keep = False",
+            'keep = keep or (policy == "attention" and is_attention(node.target)) or',
+            "keep = keep or",
             (f"{_MEMORY}::test_what_a_layer_keeps",),
         ),
         (
@@ -425,24 +426,23 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "no all-to-all",
             "heads are traded for the sequence",
-            "    value = edit.call(_c10d.all_to_all_single.default, value, ones, ones, edit.context.group_name)\n"
-            "    value = edit.call(_c10d.wait_tensor.default, value)\n",
-            "    value = edit.call(aten.clone.default, value)\n",
-            model("pads"),
+            "    value = edit.all_to_all(value)\n",
+            "    value = edit.call(aten.clone.default, edit.call(aten.contiguous.default, value))\n",
+            (_MIXED,),
         ),
         (
             "heads dealt in turn",
             "which rank gets which heads",
             "            split += [cp, want.axis.chunk]\n",
             "            send += 1\n            split += [want.axis.chunk, cp]\n",
-            model("pads"),
+            (_MIXED,),
         ),
         (
             "no transpose behind",
             "the rows of the ranks in order",
             "    back = [*range(1, place), 0, *range(place, len(split))]\n",
             "    back = list(range(len(split)))\n",
-            model("no pads"),
+            (_MIXED,),
         ),
         (
             "pads attended",
@@ -451,28 +451,28 @@ MUTANTS: tuple[Mutant, ...] = (
             "    cp, axis, dim = edit.context.cp_size, have.axis, have.dim\n    if not axis.has_pads(cp):\n",
             "def _drop_pads(edit: Editor, value: Node, shape: tuple[Size, ...], have: Sharded) -> Node:\n"
             "    cp, axis, dim = edit.context.cp_size, have.axis, have.dim\n    if True:\n",
-            model("pads"),
+            (_MIXED,),
         ),
         (
             "not padded",
             "an axis that is cut is padded first",
             "    rows = edit.all_rows(axis)\n",
             "    rows = edit.call(aten.arange.default, edit.size(axis.size), device=edit.device)\n",
-            model("pads"),
+            (_MIXED,),
         ),
         (
             "every kv head to each",
             "which kv heads a rank is sent",
             "heads_of_all_ranks(edit, want))",
             "edit.call(aten.remainder.Scalar, heads_of_all_ranks(edit, want), want.count))",
-            model("grouped heads"),
+            ("tests/passes/test_repeats.py::test_exact_and_no_more_than_is_needed",),
         ),
         (
             "pads dropped in front",
             "which rows are pads",
             "start, end = edit.size(axis.start), edit.size(axis.start + axis.size)",
             "start, end = edit.size(axis.start + cp * axis.chunk - axis.size), edit.size(axis.start + cp * axis.chunk)",
-            model("pads"),
+            (_MIXED,),
         ),
     ),
     *_of(

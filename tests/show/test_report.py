@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import cp_compile
+from benchmarks.memory import allocated_peak
 from cp_compile import CPProgram
 from cp_compile.backend import compile_graph
 from cp_compile.demo_model import Llama
@@ -40,21 +39,6 @@ class Checkpointed(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
 
 
-def measured_peak(step: Callable[[], None]) -> int:
-    """The most bytes that the CPU's allocator had given out in one step, beyond those before it."""
-    step()
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = most = 0
-    for _, change in changes:
-        held += change
-        most = max(most, held)
-    return most
-
-
 def peak_of(program: CPProgram, lm: nn.Module, ids: Tensor) -> int:
     with simulated_group(program.cp_size):
         graph = for_group(program.graph_module, find_group(None).name)
@@ -67,7 +51,8 @@ def peak_of(program: CPProgram, lm: nn.Module, ids: Tensor) -> int:
             for parameter in lm.parameters():
                 parameter.grad = None
 
-        return measured_peak(step)
+        step()  # compiles
+        return allocated_peak(step)
 
 
 @pytest.mark.parametrize(
