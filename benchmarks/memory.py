@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 import cp_compile
+from cp_compile.passes.chunk_loss import chunks_for
 from cp_compile.program import CPProgram
 from cp_compile.show.halves import halves
 from cp_compile.show.memory import Memory, memory_of
@@ -160,16 +161,26 @@ def ideal_slope(shape: Shape, policy: str, cp_size: int, chunks: int = 1) -> flo
     return (shape.layers * (kept * unit + log_sum_exp) + max(layer, loss)) / cp_size
 
 
+def chunks_of(case: Case, arm: str) -> int:
+    """Through how many chunks one of our arms runs the loss of the shortest sequence."""
+    asked = POLICIES[arm].get("loss_chunks", "auto")
+    if asked != "auto":
+        return int(asked)
+    shape = case.shape
+    return chunks_for(shape.vocabulary, shape.dim, shape.dtype.itemsize, min(case.lengths) // case.cp_size)
+
+
 def program_of(case: Case, arm: str, layers: int) -> CPProgram:
     """The program whose graphs say what an arm holds.
 
-    Hooks run the same ops one by one, and autograd keeps what it needs; on one rank nothing is exchanged.
+    Hooks run the same ops one by one, and autograd keeps what it needs; on one rank nothing is exchanged. Peers
+    have the logits whole.
     """
     shape, compiler = case.shape.with_layers(layers), "eager" if arm == "hooks" else case.compiler
     cp_size = 1 if arm == "single" else case.cp_size
     # A symbol costs as much as three lengths.
-    length = case.lengths[0] if len(case.lengths) == 1 else None
-    return exported(shape, cp_size, length, compiler=compiler, **POLICIES.get(arm, {}))
+    symbolic, options = len(case.lengths) > 1, POLICIES.get(arm, {"loss_chunks": 1})
+    return exported(shape, cp_size, case.lengths[0], symbolic=symbolic, compiler=compiler, **options)
 
 
 def peaks(program: CPProgram, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -297,7 +308,7 @@ def row(found: Found, others: Sequence[Found]) -> list[Any]:
     """One line of the table."""
     case, line, ideal = CASES[found.case], found.fit, None
     if found.arm in POLICIES:
-        chunks = POLICIES[found.arm].get("loss_chunks", 1)
+        chunks = chunks_of(case, found.arm)
         ideal = ideal_slope(case.shape, _KEPT[found.arm], case.cp_size, chunks)
     length = longest(line, case.memory)
     fits = {other.arm: longest(other.fit, case.memory) for other in others if other.case == found.case}

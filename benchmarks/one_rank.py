@@ -77,10 +77,10 @@ def llama(shape: Shape, device: str = "cpu") -> Llama:
         return model.to(shape.dtype)
 
 
-def exported(shape: Shape, cp_size: int, length: int | None = None, **options: Any) -> CPProgram:
-    """The program of one rank on the meta device; without a length, it is a symbol of ``STEP`` tokens a unit."""
-    ids = torch.zeros(1, length or 8 * STEP, dtype=torch.int64, device="meta")
-    shapes = None if length else {"ids": {1: STEP * torch.export.Dim("length", min=2, max=1 << 26)}}
+def exported(shape: Shape, cp_size: int, length: int, *, symbolic: bool = False, **options: Any) -> CPProgram:
+    """The program of one rank on the meta device; a symbolic length is one of ``STEP`` tokens a unit."""
+    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    shapes = None if not symbolic else {"ids": {1: STEP * torch.export.Dim("length", min=2, max=1 << 26)}}
     return cp_compile.export(llama(shape, "meta"), [ids], cp_size=cp_size, dynamic_shapes=shapes, **options)
 
 

@@ -310,7 +310,7 @@ def ticks(low: float, high: float) -> list[float]:
     if high <= low:
         high = low + 1.0
     step = 10.0 ** math.floor(math.log10(high - low))
-    step = next(step * part for part in (0.1, 0.2, 0.25, 0.5, 1.0) if (high - low) / (step * part) <= 8)
+    step = next(step * part for part in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if (high - low) / (step * part) <= 8)
     first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
     return [round(step * place, 12) for place in range(first, last + 1)]
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import sympy
 import torch
+from torch import _prims_common
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._guards import CompileContext, TracingContext
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
@@ -24,6 +26,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
     "CompileContext",
+    "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
@@ -34,8 +37,10 @@ __all__ = [
     "PythonReferenceAnalysis",
     "TracingContext",
     "active_ddp_module",
+    "aot_eager",
     "aot_halves",
     "autocast_kernel",
+    "bytes_in_this_run",
     "contains_collective",
     "contains_wait",
     "current_mesh",
@@ -55,9 +60,11 @@ __all__ = [
     "holds",
     "inductor_decompositions",
     "is_composite",
+    "is_dense",
     "is_matrix_product",
     "known_true",
     "last_graph_break",
+    "min_cut",
     "no_autocast",
     "proxy_tracer",
     "ranges_of",
@@ -253,6 +260,38 @@ def size_in_this_run(fake_mode: Any, size: sympy.Expr) -> int:
     shape_env = fake_mode.shape_env
     hint = getattr(shape_env, "optimization_hint", shape_env.size_hint)  # the latter up to torch 2.12
     return int(hint(size))
+
+
+def bytes_in_this_run(fake: Any) -> int:
+    """Bytes of the elements of a fake tensor for the inputs that are compiled."""
+    count = fake.numel()
+    if not isinstance(count, int):
+        count = size_in_this_run(fake.fake_mode, count.node.expr)
+    return count * int(fake.element_size())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill their memory without gaps, in whatever order."""
+    of: Any = getattr(_prims_common, "is_non_overlapping_and_dense_or_false", None)
+    of = of or getattr(_prims_common, "is_non_overlapping_and_dense")  # noqa: B009  # up to torch 2.9
+    return bool(of(tensor))
+
+
+def min_cut(module: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
+    """Torch's partitioner of a joint graph into forward and backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(module, inputs, **keywords)
+
+
+def aot_eager(module: torch.fx.GraphModule, inputs: Any, partition: Any) -> Any:
+    """A graph under AOTAutograd with a partitioner of ours; both halves run op by op."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )(module, inputs)
 
 
 def known_true(fake_mode: FakeTensorMode | None, relation: Any) -> bool | None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from cp_compile._compat import exceptions_allowed_to_be_fallback, no_autocast
+from cp_compile._compat import aot_eager, exceptions_allowed_to_be_fallback, min_cut, no_autocast
 from cp_compile.capture import capture
 from cp_compile.dynamo_state import check_dynamo_state
-from cp_compile.errors import CPError, InvariantError, RefusedError
+from cp_compile.errors import CPError, InvariantError, OptionError, RefusedError
 from cp_compile.group import Group, find_group, rank_tensor
+from cp_compile.offload import Offload
 from cp_compile.options import Options
 from cp_compile.passes import Context, Output, chosen_steps, rewrite
 from cp_compile.passes.bind_seed import takes_seed
@@ -27,6 +28,8 @@ from cp_compile.schedule import hide_exchanges
 __all__ = ["Program", "bind", "build_program", "compile_graph", "cp_ulysses", "no_fallback"]
 
 log = logging.getLogger(__name__)
+OFFLOAD = Offload()
+"""What the option ``offload`` moves."""
 
 
 def cp_ulysses(
@@ -160,6 +163,12 @@ def compile_graph(
     module: GraphModule, inputs: list[Any], options: Options, mode: str | None = None
 ) -> Callable[..., Any]:
     """A rewritten graph, compiled by the ``compiler`` of the options."""
+    device = next(value.device for value in reversed(inputs) if isinstance(value, torch.Tensor))  # that of the rank
+    if options.offload and device.type != OFFLOAD.device:
+        raise OptionError(
+            f"option 'offload' moves what is kept for the backward from a {OFFLOAD.device} device to the host, and "
+            f"this model is on {device.type}"
+        )
     with no_autocast(), no_fallback(f"compiler {options.compiler!r}"):
         return _compile(module, inputs, options, mode)
 
@@ -168,13 +177,17 @@ def _compile(module: GraphModule, inputs: list[Any], options: Options, mode: str
     if options.compiler == "eager":
         return module
     if options.compiler == "aot_eager":
-        from torch._dynamo import lookup_backend
-
-        return lookup_backend("aot_eager")(module, inputs)  # type: ignore[no-any-return]
+        return aot_eager(module, inputs, OFFLOAD if options.offload else min_cut)  # type: ignore[no-any-return]
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    overlap = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": [hide_exchanges]}
+    overlap: dict[str, Any] = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [hide_exchanges],
+    }
+    if options.offload:
+        # In the order of the graph: the search for another one would start each copy where it is waited for.
+        overlap |= {"custom_partitioner_fn": OFFLOAD, "reorder_for_peak_memory": False}
     patches = {**overlap, **(list_mode_options(mode) if mode else {}), **options.inductor}
     return compile_fx(module, inputs, config_patches=patches)  # type: ignore[return-value]
 

@@ -44,6 +44,8 @@ class Options:
             ``"full"`` (its input and what was exchanged).
         mlp_chunks: in how many chunks of a rank's tokens feed-forward blocks run, forward and backward: what is wide in
             them is held for one chunk at a time, and computed again in the backward. 1: whole.
+        offload: whether what the forward keeps for the backward waits in the host's memory (CUDA; see
+            :mod:`cp_compile.offload`). What is kept is as ``recompute`` says.
         loss_chunks: through how many chunks of the rows the LM head and its cross-entropy run: ``"auto"``, where the
             logits are no output; a number, where they are one too, which then raises if it is used; 1: not chunked.
         stop_after: the pass behind which the rewrite ends, by its name: a graph to look at (``cp_compile.export``),
@@ -61,6 +63,7 @@ class Options:
     sequence: str | tuple[str, int] | None = None
     exchange: str = "auto"
     recompute: str = "default"
+    offload: bool = False
     mlp_chunks: int = 1
     loss_chunks: str | int | None = "auto"
     stop_after: str | None = None
@@ -79,6 +82,12 @@ class Options:
             raise OptionError(f"option 'check_timeout' is {self.check_timeout!r}; it takes seconds, a number above 0")
         if isinstance(self.mlp_chunks, bool) or not isinstance(self.mlp_chunks, int) or self.mlp_chunks < 1:
             raise OptionError(f"option 'mlp_chunks' is {self.mlp_chunks!r}; it takes a number of chunks, 1 or more")
+        if not isinstance(self.offload, bool):
+            raise OptionError(f"option 'offload' is {self.offload!r}; it takes True or False")
+        if self.offload and self.compiler == "eager":
+            raise OptionError(
+                "option 'offload' is for the compilers 'inductor' and 'aot_eager': 'eager' has no backward"
+            )
         if not _is_sequence_option(self.sequence):
             raise OptionError(f"option 'sequence' is {self.sequence!r}; it takes an input's name, or (name, dim)")
         if not _is_chunks_option(self.loss_chunks):

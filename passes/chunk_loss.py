@@ -6,9 +6,10 @@
 
 The count that a mean divides by is of the labels alone and stays as it is; so does what the ranks send. Between the
 head and the loss may stand what treats each logit alone (casts, numbers, tanh), and views that keep the rows in their
-order. ``loss_chunks="auto"`` takes as many chunks as make the logits of one about as large as the hidden states, and
-leaves alone what it does not know, and logits that anything else reads. A number chunks logits that are outputs too,
-which then come back as a tensor that raises where it is used, and refuses what it cannot chunk.
+order. ``loss_chunks="auto"`` takes as many chunks as make the logits of one about as large as the hidden states
+(:func:`chunks_for`), and leaves alone what it does not know, and logits that anything else reads. A number chunks
+logits that are outputs too, which then come back as a tensor that raises where it is used, and refuses what it cannot
+chunk.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from cp_compile._compat import size_in_this_run
 from cp_compile.errors import RefusedError
 from cp_compile.passes.chunked_cross_entropy import CHUNKED_CROSS_ENTROPY, REVISION
 from cp_compile.passes.context import Context, Output
 from cp_compile.passes.editor import Editor, grad_modes, is_tensor, schema_arguments, take_place
-from cp_compile.passes.layouts import WHOLE, Sharded, shape_of
+from cp_compile.passes.layouts import WHOLE, Sharded, local_shape, shape_of
 from cp_compile.passes.rules.reduction import accumulation_dtype
 
-__all__ = ["chunk_loss"]
+__all__ = ["chunk_loss", "chunks_for"]
 
 aten = torch.ops.aten
 _MOST = 64
+_FEWEST_ROWS = 32
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
 _TURNS = (aten.transpose.int, aten.permute.default, aten.t.default)
@@ -248,12 +252,23 @@ def _step(before: Node, after: Node) -> list[str]:
     return []
 
 
+def chunks_for(classes: int, width: int, itemsize: int, rows: int) -> int:
+    """How many chunks ``"auto"`` takes of the rows of a rank, whose hidden states have ``width`` numbers a row.
+
+    The next power of two that makes the logits of a chunk, in float32, no larger than the hidden states: at most 64,
+    since compiling takes longer with each, and none of fewer than 32 rows, of which a matmul would be slow.
+    """
+    ratio = -(-4 * classes // (width * itemsize))
+    most = min(_MOST, max(1, rows // _FEWEST_ROWS))
+    return int(min(1 << (ratio - 1).bit_length(), 1 << (most.bit_length() - 1)))
+
+
 def _chunks(head: _Head) -> int:
-    """The next power of two that makes the logits of a chunk, in float32, no larger than the hidden states."""
-    weight = head.weight.meta["val"]
+    hidden, weight = head.hidden.meta["val"], head.weight.meta["val"]
     classes, width = weight.shape
-    ratio = -(-4 * int(classes) // int(width * weight.element_size()))
-    return min(_MOST, 1 << int(ratio - 1).bit_length())
+    rows = sympy.Mul(*local_shape(shape_of(hidden), head.hidden.meta["cp_layout"][0])[:-1])
+    count = int(rows) if rows.is_Integer else size_in_this_run(hidden.fake_mode, rows)
+    return chunks_for(int(classes), int(width), weight.element_size(), count)
 
 
 # -- rewriting -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from benchmarks.zoo.models import MODELS, build
 from cp_compile.absent import NotComputed
 from cp_compile.errors import OptionError, RefusedError
 from cp_compile.options import Options
+from cp_compile.passes.chunk_loss import chunks_for
 from cp_compile.passes.chunked_cross_entropy import CHUNKED_CROSS_ENTROPY
 from cp_compile.show.halves import Halves, halves
 from cp_compile.show.memory import memory_of
@@ -147,13 +148,18 @@ def test_left_alone_or_refused(loss: Callable[[Tensor, Tensor], Tensor], why: st
 
 def test_auto_chunks_wide_vocabularies_whose_logits_stay_inside() -> None:
     both = lambda h, w, y: (lambda x: (F.cross_entropy(x.mT, y), x))(F.linear(h, w))
-    inputs = head(13)
+    inputs = head(1023)
     assert not chunked(rewritten(FORMS["weight"], inputs, {0: 1})[0])  # 11 classes are few
     inputs[1] = torch.randn(64, WIDTH, dtype=torch.float64)
     assert not chunked(rewritten(both, inputs, {0: 1})[0])
     (node,) = chunked(rewritten(FORMS["smoothing"], inputs, {0: 1})[0])
     assert node.args[-2] == 8  # 4 * 64 bytes of logits a row beside 8 * 6 of hidden states
     assert not chunked(rewritten(FORMS["smoothing"], inputs, {0: 1}, loss_chunks=1)[0])
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(1 << 20, 64), (2048, 64), (2047, 32), (64, 2), (63, 1), (1, 1)])
+def test_auto_chunks_are_not_many_and_not_short(rows: int, chunks: int) -> None:
+    assert chunks_for(128256, 4096, 2, rows) == chunks
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "never"])

@@ -6,6 +6,7 @@ from tests.mutations.mutant import Mutant, model, rule
 
 __all__ = ["MUTANTS"]
 
+_OFFLOAD = "tests/passes/test_offload.py"
 _MEMORY = "tests/passes/test_memory.py"
 _MIXED = "tests/exact/test_mixing.py::test_exact"
 _TRAFFIC = "tests/counts/test_traffic.py"
@@ -123,6 +124,30 @@ MUTANTS: tuple[Mutant, ...] = (
             "order.insert(order.index(exchange) + 1, chosen)",
             "order.append(chosen)",
             ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[2]",),
+        ),
+    ),
+    *_of(
+        "cp_compile/offload",
+        (
+            "back when it is needed",
+            "a layer comes back while the one behind it runs",
+            "        start = first\n",
+            "        start = None\n",
+            (f"{_OFFLOAD}::test_a_layer_comes_back_while_the_one_behind_it_runs",),
+        ),
+        (
+            "no views",
+            "what is a view of a value is one again behind its way back",
+            "user.replace_input_with(source, [*replayed.values()][-1])",
+            "user.replace_input_with(source, back[kept.value])",
+            (f"{_OFFLOAD}::test_views_of_a_part_are_replayed_behind_the_way_back",),
+        ),
+        (
+            "each view by itself",
+            "views of one value travel once",
+            "        if kept.value not in sent:\n",
+            "        if True:\n",
+            (f"{_OFFLOAD}::test_all_that_is_kept_waits_on_the_host[default]",),
         ),
     ),
     *_of(
@@ -268,7 +293,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "heads that another use wants as they were stay so",
             "if len(wanted) != 1 or",
             "if len(wanted) == 0 or",
-            ("tests/passes/test_repeats.py::test_heads_that_are_used_elsewhere_too",),
+            ("tests/passes/test_repeats.py::test_heads_that_are_used_elsewhere_too[True-8]",),
         ),
     ),
     *_of(

@@ -154,12 +154,13 @@ def test_exact_and_no_more_than_is_needed(kv_heads: int, way: str, by_hand: bool
     assert report.exchanges.moved == 2 * (2 * 4 * 8 * 8) * (8 + heads + heads + 8)
 
 
-def test_heads_that_are_used_elsewhere_too() -> None:
-    """The values are read as a slice of the sequence as well: attention takes them, like the keys, as they are."""
+@pytest.mark.parametrize(("by_hand", "values"), [(False, 4), (True, 8)])
+def test_heads_that_are_used_elsewhere_too(by_hand: bool, values: int) -> None:
+    """The values are read as a slice of the sequence as well: attention by hand takes them repeated, the op as kept."""
     torch.manual_seed(0)
-    report = verify(Grouped(4, "expand", False, alone=False), [torch.randint(31, (2, 16))], cp_size=4)
+    report = verify(Grouped(4, "expand", by_hand, alone=False), [torch.randint(31, (2, 16))], cp_size=4)
     assert report.ok, report
-    assert report.exchanges.moved == 2 * (2 * 4 * 8 * 8) * (8 + 4 + 4 + 8)
+    assert report.exchanges.moved == 2 * (2 * 4 * 8 * 8) * (8 + 4 + values + 8)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
