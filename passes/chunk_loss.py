@@ -35,6 +35,7 @@ __all__ = ["chunk_loss", "chunks_for"]
 aten = torch.ops.aten
 _MOST = 64
 _FEWEST_ROWS = 32
+_HARMLESS = 8
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
 _TURNS = (aten.transpose.int, aten.permute.default, aten.t.default)
@@ -255,11 +256,12 @@ def _step(before: Node, after: Node) -> list[str]:
 def chunks_for(classes: int, width: int, itemsize: int, rows: int) -> int:
     """How many chunks ``"auto"`` takes of the rows of a rank, whose hidden states have ``width`` numbers a row.
 
-    The next power of two that makes the logits of a chunk, in float32, no larger than the hidden states: at most 64,
-    since compiling takes longer with each, and none of fewer than 32 rows, of which a matmul would be slow.
+    One, where the logits in float32 are no more than eight times the hidden states: a layer's backward holds more, and
+    the peak lies there. Else the next power of two that makes those of a chunk no larger than the hidden states: at
+    most 64, since compiling takes longer with each, and none of fewer than 32 rows, of which a matmul would be slow.
     """
     ratio = -(-4 * classes // (width * itemsize))
-    most = min(_MOST, max(1, rows // _FEWEST_ROWS))
+    most = min(_MOST, max(1, rows // _FEWEST_ROWS)) if ratio > _HARMLESS else 1
     return int(min(1 << (ratio - 1).bit_length(), 1 << (most.bit_length() - 1)))
 
 

@@ -150,16 +150,21 @@ def test_auto_chunks_wide_vocabularies_whose_logits_stay_inside() -> None:
     both = lambda h, w, y: (lambda x: (F.cross_entropy(x.mT, y), x))(F.linear(h, w))
     inputs = head(1023)
     assert not chunked(rewritten(FORMS["weight"], inputs, {0: 1})[0])  # 11 classes are few
-    inputs[1] = torch.randn(64, WIDTH, dtype=torch.float64)
+    inputs[1] = torch.randn(128, WIDTH, dtype=torch.float64)
     assert not chunked(rewritten(both, inputs, {0: 1})[0])
     (node,) = chunked(rewritten(FORMS["smoothing"], inputs, {0: 1})[0])
-    assert node.args[-2] == 8  # 4 * 64 bytes of logits a row beside 8 * 6 of hidden states
+    assert node.args[-2] == 16  # 4 * 128 bytes of logits a row beside 8 * 6 of hidden states
     assert not chunked(rewritten(FORMS["smoothing"], inputs, {0: 1}, loss_chunks=1)[0])
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(1 << 20, 64), (2048, 64), (2047, 32), (64, 2), (63, 1), (1, 1)])
 def test_auto_chunks_are_not_many_and_not_short(rows: int, chunks: int) -> None:
     assert chunks_for(128256, 4096, 2, rows) == chunks
+
+
+@pytest.mark.parametrize(("classes", "chunks"), [(8 * 512, 1), (8 * 512 + 1, 16), (32000, 64), (17 * 512, 32)])
+def test_auto_chunks_where_the_logits_make_the_peak(classes: int, chunks: int) -> None:
+    assert chunks_for(classes, 512, 4, 2048) == chunks
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "never"])
