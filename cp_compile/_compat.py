@@ -14,7 +14,7 @@ from torch import _prims_common
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._guards import CompileContext, TracingContext
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
@@ -26,6 +26,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
     "CompileContext",
+    "CustomGraphPass",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",

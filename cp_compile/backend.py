@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from cp_compile._compat import aot_eager, exceptions_allowed_to_be_fallback, min_cut, no_autocast
+from cp_compile.accumulate import AddIntoProducts
 from cp_compile.capture import capture
 from cp_compile.dynamo_state import check_dynamo_state
 from cp_compile.errors import CPError, InvariantError, OptionError, RefusedError
@@ -181,14 +182,15 @@ def _compile(module: GraphModule, inputs: list[Any], options: Options, mode: str
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    overlap: dict[str, Any] = {
+    patches: dict[str, Any] = {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": [hide_exchanges],
+        "post_grad_custom_pre_pass": AddIntoProducts(),
     }
     if options.offload:
         # In the order of the graph: the search for another one would start each copy where it is waited for.
-        overlap |= {"custom_partitioner_fn": OFFLOAD, "reorder_for_peak_memory": False}
-    patches = {**overlap, **(list_mode_options(mode) if mode else {}), **options.inductor}
+        patches |= {"custom_partitioner_fn": OFFLOAD, "reorder_for_peak_memory": False}
+    patches = {**patches, **(list_mode_options(mode) if mode else {}), **options.inductor}
     return compile_fx(module, inputs, config_patches=patches)  # type: ignore[return-value]
 
 

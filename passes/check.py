@@ -23,6 +23,7 @@ from cp_compile.passes.rules.attention import is_attention
 __all__ = ["check", "check_edges"]
 
 _NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_all_to_all = torch.ops._c10d_functional.all_to_all_single.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -111,6 +112,9 @@ class _LocalRun(Interpreter):
         if n.target in _NUMBERS:
             # A number that Dynamo handed over as a 0-dim tensor: its value is a symbol already.
             return n.meta["val"]
+        if n.target is _all_to_all and {*n.args[1], *n.args[2]} == {1}:  # type: ignore[misc]
+            # Parts of one row each. Torch's own rule reads the list of them, one a rank, several times.
+            return torch.empty_like(self.env[n.args[0]], memory_format=torch.contiguous_format)  # type: ignore[index]
         try:
             return super().run_node(n)
         except Exception as error:

@@ -96,22 +96,20 @@ def config(folder: Path) -> Path:
     return folder / "config.json"
 
 
-def test_of_a_configuration_with_checkpoints_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_configuration_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path)
     arguments = ["plan", str(path), "--memory", "0.5", "--cp", "4", "--lengths", "8K", "64K", "256K"]
     arguments += ["--sharding", "ddp", "--dtype", "float32"]
     svg, figures = tmp_path / "plan.svg", tmp_path / "plan.json"
     assert main([*arguments, "--draw", str(svg), "--json", str(figures)]) == 0
     text = capsys.readouterr().out
-    assert "checkpoint: each layer in a checkpoint" in text
+    assert "full: a layer's input and what was exchanged" in text
     assert "256K" in text
     read = json.loads(figures.read_text())
     entries = {(e["policy"], e["cp_size"], e["length"]): e for e in read["entries"]}
-    assert len(entries) == 2 * 3
-    default, saving = (entries[policy, 4, 256 * K] for policy in ("default", "checkpoint"))
-    assert saving["activations"] < 0.7 * default["activations"]
+    assert len(entries) == 3 * 3
+    default, attention, full = (entries[policy, 4, 256 * K] for policy in ("default", "attention", "full"))
+    assert full["activations"] < attention["activations"] < 0.7 * default["activations"]
     # No mask of S x S: twice the length is at most about twice the memory.
     assert default["head"] == pytest.approx(4 * entries["default", 4, 64 * K]["head"], rel=0.01)
     # The symbolic graph says what the graph of one length does.
@@ -121,9 +119,9 @@ def test_of_a_configuration_with_checkpoints_on_the_command_line(
     assert mine["gradients"] + mine["activations"] + mine["head"] == report.peak.total
     drawing = ET.fromstring(svg.read_text())
     labels = {element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"8K", "256K", "cp 4", "recompute: default", "recompute: checkpoint", "0.5 GiB"} <= labels
+    assert {"8K", "256K", "cp 4", "recompute: default", "recompute: attention", "recompute: full", "0.5 GiB"} <= labels
     points = [e.get("points") for e in drawing.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert len(points) == 2
+    assert len(points) == 3
 
 
 def test_rates(tmp_path: Path) -> None:

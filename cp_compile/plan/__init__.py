@@ -7,7 +7,7 @@ number of ranks, taken apart into forward and backward, and evaluated for each l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ _K = 1024
 LENGTHS = tuple(_K << n for n in range(3, 13))
 """8K to 4M tokens."""
 CP_SIZES = (1, 2, 4, 8, 16, 32, 64)
-POLICIES = ("default", "checkpoint")
-"""Recompute policies: what torch's partitioner keeps; and layers in checkpoints, as the model itself offers it."""
+POLICIES = ("default", "attention", "full")
+"""Those of the option ``recompute``."""
 _STEP = 64
 """Lengths are multiples of it, so that ranks divide them."""
 
@@ -152,7 +152,8 @@ def plan(
         optimizer: makes the optimizer of a list of parameters.
         rates: of the machine; default: the first section of ``rates.ini``.
         progress: called with what is being done.
-        options: as for the backend (``sequence``, ``fallback``, ``compiler``).
+        options: as for the backend (``sequence``, ``fallback``, ``compiler``, ``mlp_chunks``); default: each policy of
+            ``recompute``.
 
     Raises:
         OptionError: an argument is out of range.
@@ -168,19 +169,17 @@ def plan(
     rates = rates or read_rates()
     entries: list[Entry] = []
     refused: dict[int, str] = {}
-    for policy in POLICIES:
-        example, shapes = _symbolic(make, min(lengths))
-        if policy == "checkpoint" and not _checkpoints(example.model):
-            continue
-        progress(f"{policy}: capturing the model")
-        plain, signature = captured(example.model, example.args, dict(example.kwargs or {}), shapes)
-        state = state_of(example.model, optimizer)
+    example, shapes = _symbolic(make, min(lengths))
+    progress("capturing the model")
+    plain, signature = captured(example.model, example.args, dict(example.kwargs or {}), shapes)
+    state = state_of(example.model, optimizer)
+    for policy in [options["recompute"]] if "recompute" in options else POLICIES:
         for cp_size in cp_sizes:
-            progress(f"{policy}: {cp_size} rank{'s' * (cp_size > 1)}")
+            progress(f"recompute {policy}: {cp_size} rank{'s' * (cp_size > 1)}")
             try:
-                graph = rewritten(plain, signature, cp_size, parsed).graph_module
+                graph = rewritten(plain, signature, cp_size, replace(parsed, recompute=policy)).graph_module
             except CPError as error:
-                refused[cp_size] = str(error)
+                refused.setdefault(cp_size, str(error))
                 continue
             parts = halves(graph, parsed.compiler)
             held = memory_of(parts, fused=parsed.compiler == "inductor")
@@ -189,6 +188,8 @@ def plan(
                 share = state.shared(sharding, cp_size * replicas)
                 work = work_of(parts, cp_size, sizes)
                 entries.append(_entry(length, cp_size, policy, share, held, work, sizes, rates))
+    # A model without layers has nothing to compute again: that refuses a policy, and no number of ranks.
+    refused = {cp_size: reason for cp_size, reason in refused.items() if cp_size not in {e.cp_size for e in entries}}
     return Plan(memory, sharding, rates, tuple(entries), refused)
 
 
@@ -253,14 +254,3 @@ def _symbolic(make: Make, length: int) -> tuple[Example, Any]:
     if not any(tree_leaves(shapes)):
         raise OptionError("the example is the same for another length: the factory takes the sequence length")
     return example, shapes
-
-
-def _checkpoints(model: Any) -> bool:
-    """Puts the layers of a model into checkpoints, as it offers it."""
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        return False
-    try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    except ValueError:  # the model has none
-        return False
-    return True

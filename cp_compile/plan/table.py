@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["gibibytes", "length_text", "tables"]
 
-_WORDS = {"default": "what torch's partitioner keeps", "checkpoint": "each layer in a checkpoint"}
+_WORDS = {
+    "default": "what torch's partitioner keeps",
+    "attention": "a layer's input, query, key, value and the results of attention",
+    "full": "a layer's input and what was exchanged",
+}
 
 
 def length_text(length: int) -> str:

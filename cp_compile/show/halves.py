@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile._compat import aot_halves, enable_python_dispatcher, inductor_decompositions
+from cp_compile.accumulate import add_into_products
 from cp_compile.errors import module_path
 from cp_compile.graphs import copy_of, on_device
 from cp_compile.passes.editor import COLLECTIVES
@@ -67,6 +68,9 @@ def halves(module: GraphModule, compiler: str = "inductor") -> Halves:
     inputs = [_leaf(value, node) for value, node in zip(fakes, placeholders, strict=True)]
     decompositions = inductor_decompositions() if compiler == "inductor" else None
     forward, backward, outputs = aot_halves(module, inputs, decompositions, recompute=compiler != "eager")
+    for half in (forward, backward) if compiler == "inductor" else ():
+        if half is not None:
+            add_into_products(half.graph)
     arguments = sum(1 for node in placeholders if node.meta.get("cp_argument"))
     return Halves(forward, backward, outputs, arguments)
 

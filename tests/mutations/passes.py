@@ -127,6 +127,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *_of(
+        "cp_compile/accumulate",
+        (
+            "a turned product as it is",
+            "the transpose of a product is that of its factors, in the other order",
+            "        turned ^= _swaps(product)\n",
+            "        turned = False\n",
+            ("tests/passes/test_accumulate.py::test_sums_of_products",),
+        ),
+    ),
+    *_of(
         "cp_compile/offload",
         (
             "back when it is needed",
