@@ -15,6 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import TorchDynamoException, exceptions_allowed_to_be_fallback
 from torch._guards import CompileContext, TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
@@ -70,6 +71,8 @@ __all__ = [
     "proxy_tracer",
     "ranges_of",
     "record_custom_function",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
     "save_exported",
     "set_attention_kernels",
     "size_in_this_run",

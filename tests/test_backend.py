@@ -37,7 +37,11 @@ def test_modes_and_configuration_reach_inductor(two_ranks: Ranks) -> None:
     for given in two_ranks.run(what_inductor_is_given, {"options": {"inductor": {"max_autotune": False}}}):
         assert given["max_autotune"] is False
     for given in two_ranks.run(what_inductor_is_given, {}):
-        assert set(given) == {"reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"}
+        assert set(given) == {
+            "reorder_for_compute_comm_overlap",
+            "reorder_for_compute_comm_overlap_passes",
+            "post_grad_custom_pre_pass",
+        }
 
 
 def test_the_example_of_readme(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from cp_compile._compat import run_and_save_rng_state, run_with_rng_state
 from cp_compile.passes.layouts import Size, shape_of
 from cp_compile.show.halves import Halves, collectives
 from cp_compile.show.listing import sent_bytes
@@ -42,30 +43,43 @@ def work_of(parts: Halves, cp_size: int, sizes: Mapping[str, int]) -> Work:
     matmul = attention = sent = 0
     for graph in parts.graphs:
         for node in graph.graph.nodes:
-            if node.target in (_FORWARD, _BACKWARD) or "scaled_dot_product" in str(node.target):
-                attention += _attention_flops(node, sizes)
-            elif getattr(node.target, "overloadpacket", None) in flop_registry:
-                matmul += _flops(node, sizes)
+            op, args = _called(node)
+            if "scaled_dot_product" in str(op):
+                attention += _attention_flops(op, args, node, sizes)
+            elif getattr(op, "overloadpacket", None) in flop_registry:
+                matmul += _flops(op, args, node, sizes)
         sent += sum(evaluate(sent_bytes(node, cp_size), sizes) for node in collectives(graph))
     return Work(matmul, attention, sent)
 
 
-def _flops(node: Node, sizes: Mapping[str, int]) -> int:
+def _called(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """The op that a node calls, and its arguments.
+
+    One that may draw random numbers and is computed again in the backward, as attention is, stands inside of another,
+    which keeps or takes the generator's state.
+    """
+    if node.target in (run_and_save_rng_state, run_with_rng_state):
+        place = next(i for i, value in enumerate(node.args) if isinstance(value, torch._ops.OpOverload))
+        return node.args[place], node.args[place + 1 :]
+    return node.target, node.args
+
+
+def _flops(op: Any, args: tuple[Any, ...], node: Node, sizes: Mapping[str, int]) -> int:
     shapes = lambda value: _shape(value, sizes) if isinstance(value, Node) else value
-    args, kwargs = torch.fx.node.map_arg(node.args, shapes), torch.fx.node.map_arg(node.kwargs, shapes)
-    count: Any = flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=_shape(node, sizes))  # type: ignore[union-attr]
+    shaped, kwargs = torch.fx.node.map_arg(args, shapes), torch.fx.node.map_arg(node.kwargs, shapes)
+    count: Any = flop_registry[op.overloadpacket](*shaped, **kwargs, out_val=_shape(node, sizes))
     return int(count)
 
 
-def _attention_flops(node: Node, sizes: Mapping[str, int]) -> int:
-    shapes = [_shape(source, sizes) for source in node.all_input_nodes]
-    causal = next((value for value in node.args if isinstance(value, bool)), False)
-    if node.target is _FORWARD:
+def _attention_flops(op: Any, args: tuple[Any, ...], node: Node, sizes: Mapping[str, int]) -> int:
+    shapes = [_shape(source, sizes) for source in args if isinstance(source, Node)]
+    causal = next((value for value in args if isinstance(value, bool)), False)
+    if op is _FORWARD:
         count = sdpa_flop_count(*shapes[:3])
-    elif node.target is _BACKWARD:
+    elif op is _BACKWARD:
         count = sdpa_backward_flop_count(*shapes[:4])
     else:
-        return _flops(node, sizes)
+        return _flops(op, args, node, sizes)
     return int(count) // (2 if causal else 1)
 
 
