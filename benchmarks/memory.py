@@ -69,7 +69,7 @@ _K = 1024
 CASES = {
     "tiny": Case(Shape(64, 192, 1, 4, 4, 4096), 4, (256, 384, 512, 640, 768), 1 << 26, compiler="aot_eager"),
     "small": Case(Shape(256, 896, 3, 8, 4, 4096), 4, tuple(_K * n for n in (2, 3, 4, 6, 8)), 1 << 30),
-    # Lengths at which the peak lies in the layers, as the step from 2 of them to 3 is taken for that to each further one.
+    # Lengths whose peak lies in the layers: the step from 2 of them to 3 is taken for that to each further one.
     # 80 GB less what FSDP leaves of an 8B model's states, and less what fragments.
     "llama-3-8b": Case(LLAMA_3_8B, 8, tuple(_K * n for n in (128, 256, 512, 1024, 2048)), 60 * 10**9, measured=False),
 }
