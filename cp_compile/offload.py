@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from cp_compile._compat import CustomPartitionerFn, bytes_in_this_run, is_dense, min_cut
 from cp_compile.errors import layer_of
+from cp_compile.passes.editor import COLLECTIVES
 from cp_compile.show.halves import module_of
 
 __all__ = ["Offload", "move_to_host"]
@@ -116,8 +117,11 @@ def _is_dense(value: Node) -> bool:
 
 
 def _moves(value: Node, how: Offload) -> bool:
-    """An activation of the device, large enough; no input, whose memory is not the step's to free."""
-    if value.op != "call_function" or not _is_dense(value):
+    """An activation of the device, large enough.
+
+    No input, whose memory is not the step's to free, and nothing that is on its way from other ranks still.
+    """
+    if value.op != "call_function" or value.target in COLLECTIVES or not _is_dense(value):
         return False
     fake = value.meta["val"]
     return fake.device.type == how.device and fake.is_floating_point() and bytes_in_this_run(fake) >= how.least
