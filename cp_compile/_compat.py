@@ -455,12 +455,12 @@ def aot_halves(
         recompute: whether the min-cut partitioner may compute values again; else all that autograd saves is kept.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+    from torch._functorch.partitioners import default_partition
 
     found: list[Any] = []
 
     def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
-        split = min_cut_rematerialization_partition if recompute else default_partition
+        split = min_cut if recompute else default_partition
         forward, backward = split(joint, joint_inputs, **keywords)
         found[:] = [forward, backward, keywords["num_fwd_outputs"]]
         return forward, backward

@@ -113,8 +113,10 @@ class _LocalRun(Interpreter):
             # A number that Dynamo handed over as a 0-dim tensor: its value is a symbol already.
             return n.meta["val"]
         if n.target is _all_to_all and {*n.args[1], *n.args[2]} == {1}:  # type: ignore[misc]
-            # Parts of one row each. Torch's own rule reads the list of them, one a rank, several times.
-            return torch.empty_like(self.env[n.args[0]], memory_format=torch.contiguous_format)  # type: ignore[index]
+            # Parts of one row each, so as many rows as parts: torch's own rule, which would go through the parts, one a
+            # rank, several times.
+            value = self.env[n.args[0]]  # type: ignore[index]
+            return value.new_empty([len(n.args[1]), *value.shape[1:]])  # type: ignore[arg-type]
         try:
             return super().run_node(n)
         except Exception as error:

@@ -189,7 +189,8 @@ def plan(
                 work = work_of(parts, cp_size, sizes)
                 entries.append(_entry(length, cp_size, policy, share, held, work, sizes, rates))
     # A model without layers has nothing to compute again: that refuses a policy, and no number of ranks.
-    refused = {cp_size: reason for cp_size, reason in refused.items() if cp_size not in {e.cp_size for e in entries}}
+    planned = {entry.cp_size for entry in entries}
+    refused = {cp_size: reason for cp_size, reason in refused.items() if cp_size not in planned}
     return Plan(memory, sharding, rates, tuple(entries), refused)
 
 

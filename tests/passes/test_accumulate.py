@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cp_compile
 from cp_compile._compat import FakeTensorMode
@@ -15,8 +16,6 @@ from cp_compile.accumulate import add_into_products
 from cp_compile.demo_model import Llama
 from cp_compile.show.halves import halves
 from cp_compile.show.memory import memory_of
-
-from torch.fx.experimental.proxy_tensor import make_fx  # isort: skip
 
 aten = torch.ops.aten
 
