@@ -14,11 +14,11 @@ import torch
 from torch.fx import Graph, Node
 
 from cp_compile._compat import CustomGraphPass
+from cp_compile.turns import TURNS, order_of
 
 __all__ = ["AddIntoProducts", "add_into_products"]
 
 aten = torch.ops.aten
-_TURNS = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 class AddIntoProducts(CustomGraphPass):  # type: ignore[misc]
@@ -57,7 +57,7 @@ def _is_product(value: Any) -> bool:
     if not isinstance(value, Node):
         return False
     alone = value
-    while alone.target in _TURNS and len(alone.users) == 1:
+    while alone.target in TURNS and len(alone.users) == 1:
         alone = alone.args[0]  # type: ignore[assignment]
     return alone.target is aten.mm.default and len(alone.users) == 1
 
@@ -69,7 +69,7 @@ def _is_alike(a: Node, b: Node) -> bool:
 
 
 def _root(value: Node) -> Node:
-    while value.target in _TURNS:
+    while value.target in TURNS:
         value = value.args[0]  # type: ignore[assignment]
     return value
 
@@ -77,18 +77,11 @@ def _root(value: Node) -> Node:
 def _factors(graph: Graph, product: Node) -> tuple[Node, Node]:
     """The two matrices whose product a value is, which may be turned: ``(a b)^T = b^T a^T``."""
     turned = False
-    while product.target in _TURNS:
-        turned ^= _swaps(product)
+    while product.target in TURNS:
+        turned ^= order_of(product) == [1, 0]
         product = product.args[0]  # type: ignore[assignment]
     a, b = product.args
     return (_turned(graph, b), _turned(graph, a)) if turned else (a, b)  # type: ignore[return-value, arg-type]
-
-
-def _swaps(turn: Node) -> bool:
-    """Whether one of the ops that order dims exchanges the two of a matrix."""
-    if turn.target is aten.permute.default:
-        return bool(turn.args[1][0] % 2 == 1)  # type: ignore[index, operator]
-    return turn.target is aten.t.default or turn.args[1] % 2 != turn.args[2] % 2  # type: ignore[operator]
 
 
 def _turned(graph: Graph, value: Node) -> Node:

@@ -29,6 +29,7 @@ from cp_compile.passes.context import Context, Output
 from cp_compile.passes.editor import Editor, grad_modes, is_tensor, schema_arguments, take_place
 from cp_compile.passes.layouts import WHOLE, Sharded, local_shape, shape_of
 from cp_compile.passes.rules.reduction import accumulation_dtype
+from cp_compile.turns import TURNS, order_of
 
 __all__ = ["chunk_loss", "chunks_for"]
 
@@ -38,7 +39,6 @@ _FEWEST_ROWS = 32
 _HARMLESS = 8
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
-_TURNS = (aten.transpose.int, aten.permute.default, aten.t.default)
 _NUMBERS = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div"}
 _MOVES = ("exchange", "gather", "slice")
 _REMEDY = 'options={"loss_chunks": "auto"} leaves such a loss as it is'
@@ -170,7 +170,7 @@ class _Reader:
 
     def _source(self, value: Node) -> Node | None:
         """What a form of the logits is made of; ``None``: it is the head's result."""
-        if value.target in (*_VIEWS, *_SAME, *_TURNS, *_NUMBERS, aten._to_copy.default, aten.tanh.default):
+        if value.target in (*_VIEWS, *_SAME, *TURNS, *_NUMBERS, aten._to_copy.default, aten.tanh.default):
             return value.args[0]  # type: ignore[return-value]
         if value.target is aten.where.self and self._is_window(value.args[1]):
             value = value.args[1]  # type: ignore[assignment]
@@ -203,7 +203,7 @@ def _factors(logits: Node) -> tuple[Node, Node, Node | None]:
         return arguments["input"], arguments["weight"], arguments["bias"]
     if logits.target in (aten.matmul.default, aten.mm.default):
         hidden, turned = logits.args
-        if isinstance(turned, Node) and turned.target in _TURNS and _order(turned) == [1, 0]:
+        if isinstance(turned, Node) and turned.target in TURNS and order_of(turned) == [1, 0]:
             return hidden, turned.args[0], None  # type: ignore[return-value]
     raise _UnknownError(
         f"its logits come of {getattr(logits.target, '__name__', logits.target)} and not of a linear head"
@@ -213,8 +213,8 @@ def _factors(logits: Node) -> tuple[Node, Node, Node | None]:
 def _follow(before: Node, after: Node, classes: int) -> int:
     """Where the classes stand behind a step that keeps the rows in their order."""
     shape = shape_of(before.meta["val"])
-    if after.target in _TURNS:
-        order = _order(after)
+    if after.target in TURNS:
+        order = order_of(after)
         rows = [dim for dim in order if dim != classes]
         if rows != sorted(rows):
             raise _UnknownError("its rows are turned")
@@ -225,17 +225,6 @@ def _follow(before: Node, after: Node, classes: int) -> int:
             raise _UnknownError("a view goes through its classes")
         return len(out) - 1
     return classes
-
-
-def _order(turned: Node) -> list[int]:
-    """Where each dim of a turned value stood."""
-    ndim = turned.meta["val"].ndim
-    if turned.target is aten.permute.default:
-        return [dim % ndim for dim in turned.args[1]]  # type: ignore[union-attr, operator]
-    order = list(range(ndim))
-    a, b = (dim % ndim for dim in turned.args[1:] or (0, 1))  # type: ignore[operator]
-    order[a], order[b] = order[b], order[a]
-    return order
 
 
 def _step(before: Node, after: Node) -> list[str]:

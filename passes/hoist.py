@@ -5,47 +5,64 @@
     attention          wants its heads cut             attention
 
 An analysis, like ``place``: it changes layouts and no node. Each rank is sent the distinct heads that it needs, which
-is the least (GQA, arXiv:2305.13245).
+is the least (GQA, arXiv:2305.13245). It is made above a transpose too, where what is turned is ``[*, K, S, d]``: a key
+that attention by hand turns can then travel with the query.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from cp_compile.passes.by_heads import is_to_heads
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, tensor_inputs
 from cp_compile.passes.heads import head_of_query
 from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, shape_of
-from cp_compile.passes.repeats import repeat_of
+from cp_compile.passes.repeats import Repeat, repeat_of
 from cp_compile.passes.rules.attention import of_these_heads
 from cp_compile.passes.rules.op import LocalForm
+from cp_compile.turns import TURNS, order_of
 
 __all__ = ["hoist"]
 
 
 def hoist(module: GraphModule, context: Context) -> GraphModule:
-    """Gives repeats that are only wanted by heads a layout by heads. Idempotent."""
-    for node in module.graph.nodes:
-        repeat = repeat_of(node) if "cp_layout" in node.meta else None
-        if repeat is None or not isinstance(node.meta["cp_layout"][0], Sharded):
+    """Gives repeats and transposes that are only wanted by heads a layout by heads. Idempotent."""
+    for node in reversed(module.graph.nodes):  # a repeat behind a transpose first
+        if "cp_layout" not in node.meta or not isinstance(node.meta["cp_layout"][0], Sharded):
             continue
         wanted = {want for user in node.users for want in _wants(user, node)}
         want = next(iter(wanted), None)
-        heads = shape_of(repeat.source.meta["val"])[repeat.dim]
-        query_heads = shape_of(node.meta["val"])[repeat.dim]
-        if len(wanted) != 1 or not isinstance(want, Sharded) or node.meta["cp_layout"][0].dim == repeat.dim:
+        if len(wanted) != 1 or not isinstance(want, (Sharded, PerQueryHead)) or want == node.meta["cp_layout"][0]:
             continue
-        if want.dim != repeat.dim or not isinstance(heads, int) or query_heads % context.cp_size:
-            continue
-        if want != Sharded(repeat.dim, Axis.cut(query_heads, context.cp_size, "heads")):
-            continue
-        own = of_these_heads(repeat.dim, int(query_heads), heads, context.cp_size)
-        local = _repeated(own) if isinstance(own, PerQueryHead) else None
-        node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(own,), cp_local=local)
+        if node.target in TURNS:
+            _above_a_turn(node, want)
+        elif (repeat := repeat_of(node)) is not None:
+            _above_a_repeat(node, repeat, want, context.cp_size)
     return module
+
+
+def _above_a_repeat(node: Node, repeat: Repeat, want: Layout, cp_size: int) -> None:
+    heads = shape_of(repeat.source.meta["val"])[repeat.dim]
+    query_heads = shape_of(node.meta["val"])[repeat.dim]
+    if node.meta["cp_layout"][0].dim == repeat.dim or not isinstance(heads, int) or query_heads % cp_size:
+        return
+    if want != Sharded(repeat.dim, Axis.cut(query_heads, cp_size, "heads")):
+        return
+    own = of_these_heads(repeat.dim, int(query_heads), heads, cp_size)
+    local = _repeated(own) if isinstance(own, PerQueryHead) else None
+    node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(own,), cp_local=local)
+
+
+def _above_a_turn(node: Node, want: Sharded | PerQueryHead) -> None:
+    source: Node = node.args[0]  # type: ignore[assignment]
+    above = replace(want, dim=order_of(node)[want.dim])
+    if is_to_heads(source.meta["cp_layout"][0], above, source.meta["val"].ndim):
+        node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(above,))
 
 
 def _wants(user: Node, node: Node) -> list[Layout | None]:

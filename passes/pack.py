@@ -1,13 +1,19 @@
-"""pack: the query, key and value of an attention travel in one all-to-all.
+"""pack: what an attention is given (query, key and value) travels in one all-to-all.
 
     q', k', v' = exchange(q), exchange(k), exchange(v)          q', k', v' = exchange(q, k, v)
     attention(q', k', v')                                ->     attention(q', k', v')
 
-Two all-to-alls a layer in place of four. Three run one after another where that is worth more: each can start as soon
-as its own value is there, under what computes the next one. ``exchange`` makes those; both forms are exact.
+Attention may be one op or written by hand, its heads repeated or turned behind the exchange: what travels together is
+all that is computed before the first of it is needed. Two all-to-alls a layer in place of four. Three run one after
+another where that is worth more: each can start as soon as its own value is there, under what computes the next one.
+``exchange`` makes those; both forms are exact.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -16,7 +22,8 @@ from cp_compile.passes.by_heads import is_to_heads, to_heads
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, grad_modes, rewire, tensor_inputs
 from cp_compile.passes.layouts import Layout, Sharded, Size, local_shape, product, same, shape_of
-from cp_compile.passes.rules.attention import is_attention
+from cp_compile.passes.repeats import REPEAT
+from cp_compile.turns import TURNS
 
 __all__ = ["pack"]
 
@@ -25,72 +32,134 @@ _LAUNCH = 15e-6
 _BYTES_A_SECOND = 370e9
 
 
+@dataclass
+class _Travel:
+    """A value that is wanted by heads.
+
+    Attributes:
+        value: cut in its rows.
+        want: the layout that it is wanted in.
+        users: what wants it so, in their order.
+    """
+
+    value: Node
+    want: Layout
+    users: list[Node] = field(default_factory=list)
+
+    @property
+    def have(self) -> Sharded:
+        """The layout of the value."""
+        return self.value.meta["cp_layout"][0]  # type: ignore[no-any-return]
+
+    @property
+    def width(self) -> Size:
+        """Elements of a row that a rank is sent."""
+        shape = local_shape(shape_of(self.value.meta["val"]), self.want)
+        return shape[-3] * shape[-1]
+
+
 def pack(module: GraphModule, context: Context) -> GraphModule:
     """Packs where the option ``exchange`` says so, and where that is the faster. Idempotent."""
     if context.options.exchange == "separate":
         return module
     edit = Editor(module, context, "pack")
-    modes = grad_modes(module)
-    for node in list(module.graph.nodes):
-        if not is_attention(node.target) or not _travels_alike(node, modes):
-            continue
-        values, wants = tensor_inputs(node)[:3], node.meta["cp_wants"][:3]
-        have = values[0].meta["cp_layout"][0]
-        if context.options.exchange == "auto" and not _is_faster(edit, values, have):
-            continue
-        with edit.after(max(values)):  # nodes compare by their place in the graph
-            moved = to_heads(edit, values, have, wants)
-        widths = [_width(value, want) for value, want in zip(values, wants, strict=True)]
-        for i, (result, value, want) in enumerate(zip(moved, values, wants, strict=True)):
-            result.meta.update(val=value.meta["val"], cp_layout=(want,), cp_shown=(want,))
-            result.meta.update(cp_moved=("exchange", have, want), cp_part=(i, widths[i], sum(widths)))
-        rewire(node, [*moved, *tensor_inputs(node)[3:]])
+    for group in _groups(module):
+        if len(group) > 1 and (context.options.exchange == "packed" or _is_faster(edit, group)):
+            _send(edit, group)
     return module
 
 
-def _travels_alike(attention: Node, modes: dict[Node, bool]) -> bool:
-    """Whether query, key and value are exchanged for this attention alone, from the same rows."""
-    wants = attention.meta["cp_wants"][:3]
-    values = tensor_inputs(attention)[:3]
-    haves = [value.meta["cp_layout"][0] for value in values]
-    vals = [value.meta["val"] for value in values]
-    batches = [shape_of(val)[:-3] for val in vals]
+def _groups(module: GraphModule) -> list[list[_Travel]]:
+    """What may travel together: all of it is computed before any of it is needed, from the same rows."""
+    modes = grad_modes(module)
+    groups: list[list[_Travel]] = []
+    for travel in _travels(module):
+        together = [*groups[-1], travel] if groups else [travel]
+        users = [user for member in together for user in member.users]
+        if groups and _is_alike(travel, together[0], modes) and _last(together) < _needed(users, modes):
+            groups[-1] = together
+        else:
+            groups.append([travel])
+    return groups
+
+
+def _last(group: Sequence[_Travel]) -> Node:
+    """The value that is computed last: nodes compare by their place in the graph."""
+    return max(travel.value for travel in group)
+
+
+def _travels(module: GraphModule) -> list[_Travel]:
+    """Every exchange to heads, once for all that want it, in the order of what wants it first."""
+    found: dict[tuple[Node, Layout], _Travel] = {}
+    for node in module.graph.nodes:
+        for value, want in zip(tensor_inputs(node), node.meta.get("cp_wants", ())):
+            layouts = value.meta["cp_layout"]
+            if is_to_heads(layouts[0], want, value.meta["val"].ndim) and value.meta["val"].is_floating_point():
+                travel = found.setdefault((value, want), _Travel(value, want))
+                travel.users.append(node)
+    return list(found.values())
+
+
+def _needed(users: Sequence[Node], modes: dict[Node, bool]) -> Node:
+    """The first op that needs what is sent: repeats and transposes of it can wait until then."""
+    behind = [user if not _waits(user, modes) else _needed(list(user.users), modes) for user in users]
+    return min(behind)
+
+
+def _waits(node: Node, modes: dict[Node, bool]) -> bool:
+    """Whether a node computes the same further behind."""
+    return node.target in (REPEAT, *TURNS) and all(modes[user] == modes[node] for user in node.users)
+
+
+def _is_alike(a: _Travel, b: _Travel, modes: dict[Node, bool]) -> bool:
+    """Whether two values have the same rows, and are sent with or without a gradient both."""
+    one, other = a.value.meta["val"], b.value.meta["val"]
+    batches = shape_of(one)[:-3], shape_of(other)[:-3]
     return (
-        len(set(values)) == 3
-        and all(is_to_heads(have, want, val.ndim) for have, want, val in zip(haves, wants, vals))
-        and len(set(haves)) == len({val.dtype for val in vals}) == len({modes[value] for value in values}) == 1
-        and all(len(batch) == len(batches[0]) and all(map(same, batch, batches[0])) for batch in batches)
-        and vals[0].is_floating_point()
-        and not any(_is_wanted(value, want, attention) for value, want in zip(values, wants))
+        a.have == b.have
+        and one.dtype == other.dtype
+        and modes[a.value] == modes[b.value]
+        and len(batches[0]) == len(batches[1])
+        and all(map(same, *batches))
     )
 
 
-def _width(value: Node, want: Layout) -> Size:
-    """Elements of a row that a rank is sent."""
-    shape = local_shape(shape_of(value.meta["val"]), want)
-    return shape[-3] * shape[-1]
+def _send(edit: Editor, group: Sequence[_Travel]) -> None:
+    """One exchange of several values, and what it brings in the place of each."""
+    values, wants = [travel.value for travel in group], [travel.want for travel in group]
+    last = _last(group)
+    early = [user for travel in group for user in travel.users if user < last]
+    with edit.after(last):
+        moved = to_heads(edit, values, group[0].have, wants)
+    _put_behind(early, max(moved))
+    total = sum(travel.width for travel in group)
+    for i, (result, travel) in enumerate(zip(moved, group, strict=True)):
+        result.meta.update(val=travel.value.meta["val"], cp_layout=(travel.want,), cp_shown=(travel.want,))
+        result.meta.update(cp_moved=("exchange", travel.have, travel.want), cp_part=(i, travel.width, total))
+        for user in travel.users:
+            wanted = zip(tensor_inputs(user), user.meta["cp_wants"], strict=True)
+            rewire(user, [result if (x, want) == (travel.value, travel.want) else x for x, want in wanted])
 
 
-def _is_wanted(value: Node, want: Layout, attention: Node) -> bool:
-    """Whether another op wants a value in that layout too: it is exchanged once for both."""
-    others = [user for user in value.users if user is not attention]
-    return any(
-        source is value and wanted == want
-        for user in others
-        for source, wanted in zip(tensor_inputs(user), user.meta.get("cp_wants", ()))
-    )
+def _put_behind(nodes: Sequence[Node], place: Node) -> None:
+    """Moves nodes, and what reads them in front of the place, behind it."""
+    for node in nodes:
+        early = [user for user in node.users if user < place]
+        place.append(node)
+        _put_behind(early, node)
 
 
-def _is_faster(edit: Editor, values: list[Node], have: Sharded) -> bool:
-    """Whether two launches take longer than the query is on its way while key and value are computed.
+def _is_faster(edit: Editor, group: Sequence[_Travel]) -> bool:
+    """Whether the launches that are saved take longer than the first value is on its way while others are computed.
 
     On the CPU the ranks compute with what they send with, and nothing is hidden.
     """
     if edit.device.type == "cpu":
         return True
-    query = values[0].meta["val"]
-    elements = product(local_shape(shape_of(query), have))
-    elements = elements if isinstance(elements, int) else size_in_this_run(query.fake_mode, elements)
+    first = min(group, key=lambda travel: travel.value)
+    val: Any = first.value.meta["val"]
+    elements = product(local_shape(shape_of(val), first.have))
+    elements = elements if isinstance(elements, int) else size_in_this_run(val.fake_mode, elements)
     cp = edit.context.cp_size
-    seconds: float = elements * query.element_size() * (cp - 1) / cp / _BYTES_A_SECOND
-    return seconds < 2 * _LAUNCH
+    seconds: float = elements * val.element_size() * (cp - 1) / cp / _BYTES_A_SECOND
+    return seconds < (len(group) - 1) * _LAUNCH

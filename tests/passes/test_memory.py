@@ -38,10 +38,6 @@ def graph(model: nn.Module, *inputs: Any, cp_size: int = 2, **options: Any) -> G
     return cp_compile.export(model, list(inputs), cp_size=cp_size, **options).graph_module
 
 
-def all_to_alls(module: GraphModule) -> int:
-    return len(module.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default))
-
-
 # Lengths and kv heads that the ranks divide, share evenly and share unevenly; fewer rows than chunks.
 SIZES = [(16, 2, 4, 2), (13, 4, 4, 2), (13, 2, 4, 1), (7, 6, 12, 4)]
 POLICIES: list[dict[str, Any]] = [{"recompute": "attention"}, {"recompute": "full", "mlp_chunks": 5}]
@@ -62,24 +58,34 @@ def test_exact(options: dict[str, Any], sizes: tuple[int, int, int, int]) -> Non
 
 
 class Attend(nn.Module):
-    """Attention of made-up q, k and v."""
+    """Attention of made-up q, k and v: by torch's op, by hand behind repeated heads, or with a mask behind them."""
 
-    def __init__(self, width_of_value: int = 8, twice: bool = False, half: bool = False, freeze: bool = False) -> None:
+    def __init__(self, width_of_value: int = 8, twice: bool = False, freeze: bool = False, way: str = "") -> None:
         super().__init__()
+        self.kv_heads = 2 if way else 4
         self.embed = nn.Embedding(64, 32)
-        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4 * width_of_value)
+        self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 8 * self.kv_heads)
+        self.v = nn.Linear(32, self.kv_heads * width_of_value)
         self.into, self.out = nn.Linear(32, 4), nn.Linear(4, 32)  # a block that is narrow in between
-        self.width, self.twice, self.half, self.freeze = width_of_value, twice, half, freeze
+        self.width, self.twice, self.freeze, self.way = width_of_value, twice, freeze, way
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         x = x + self.out(self.into(x).tanh())
-        q, k = (linear(x).unflatten(-1, (4, 8)).transpose(1, 2) for linear in (self.q, self.k))
-        if self.freeze:
-            with torch.no_grad():
-                v = self.v(x).unflatten(-1, (4, self.width)).transpose(1, 2)
-        else:
-            v = self.v(x).unflatten(-1, (4, self.width)).transpose(1, 2)
+        q, k = (linear(x).unflatten(-1, (-1, 8)).transpose(1, 2) for linear in (self.q, self.k))
+        with torch.set_grad_enabled(not self.freeze):
+            v = self.v(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)
+        if self.way:
+            with torch.set_grad_enabled(self.way != "stopped"):
+                v = v.repeat_interleave(2, 1)
+            if self.way in ("late", "stopped"):
+                k = k * 2
+            k = k.repeat_interleave(2, 1)
+            mask = (ids != 3)[:, None, None]
+            if self.way == "by hand":
+                scores = (q @ k.transpose(2, 3)).masked_fill(~mask, float("-inf"))
+                return (scores.softmax(-1) @ v).square().sum()
+            return F.scaled_dot_product_attention(q, k, v, mask).square().sum()
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.twice:
             y = y + F.scaled_dot_product_attention(q.sin(), k, v)
@@ -87,19 +93,28 @@ class Attend(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("changes", "count"),
+    ("changes", "count", "width"),
     [
-        ({}, 1),
-        ({"width_of_value": 16}, 1),
-        ({"twice": True}, 4),  # k and v are exchanged once for both
-        ({"freeze": True}, 3),  # v is computed without a gradient
+        ({}, 1, 96),
+        ({"width_of_value": 16}, 1, 128),
+        ({"twice": True}, 2, 128),  # k and v travel with the first query, for both
+        ({"freeze": True}, 2, 96),  # v is computed without a gradient
+        ({"way": "a mask"}, 1, 64),
+        ({"way": "by hand"}, 1, 64),
+        ({"way": "late"}, 1, 64),  # values are repeated before keys are there
+        ({"way": "stopped"}, 2, 64),  # values are repeated without a gradient
     ],
 )
-def test_what_travels_together(changes: dict[str, Any], count: int) -> None:
+def test_what_travels_together(changes: dict[str, Any], count: int, width: int) -> None:
+    """``width``: numbers that leave a row."""
     torch.manual_seed(0)
     model = Attend(**changes).double()
+    module = graph(model, tokens(13))
     results = 2 if "twice" in changes else 1
-    assert all_to_alls(graph(model, tokens(13))) == count + results
+    sent = module.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+    assert len(sent) == count + results
+    back = 4 * model.width * results
+    assert sum(node.args[0].meta["val"].numel() for node in sent) == 2 * 7 * (width + back)
     report = cp_compile.verify(model, [tokens(13)], cp_size=2, compiler="eager")
     assert report.ok, report
 
