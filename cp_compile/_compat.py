@@ -64,6 +64,7 @@ __all__ = [
     "is_composite",
     "is_dense",
     "is_matrix_product",
+    "kept_between",
     "known_true",
     "last_graph_break",
     "min_cut",
@@ -483,6 +484,18 @@ def aot_halves(
         )
     forward, backward, outputs = found
     return forward, backward, outputs
+
+
+def kept_between(
+    forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, outputs: int
+) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    """The backward's inputs that the forward keeps values for, each with its value.
+
+    The forward's results are its ``outputs``, tensors and sizes; the backward's inputs sizes, tensors and gradients.
+    """
+    results: Any = forward.graph.output_node().args[0]
+    kept = sorted(results[outputs:], key=lambda value: isinstance(value.meta["val"], torch.Tensor))
+    return list(zip(backward.graph.find_nodes(op="placeholder"), kept))
 
 
 def hints_of(module: torch.fx.GraphModule) -> dict[str, int]:

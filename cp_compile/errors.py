@@ -104,8 +104,8 @@ def user_line(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """The dotted path of the module whose forward made ``node``; ``""`` for the top level."""
-    stack = node.meta.get("nn_module_stack") or {}
+    """The dotted path of the module whose forward made ``node``, or whose backward; ``""`` for the top level."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from cp_compile._compat import CustomPartitionerFn, bytes_in_this_run, is_dense, min_cut
-from cp_compile.errors import layer_of
+from cp_compile._compat import CustomPartitionerFn, bytes_in_this_run, is_dense, kept_between, min_cut
+from cp_compile.errors import InvariantError, layer_of, module_path
 from cp_compile.passes.editor import COLLECTIVES
-from cp_compile.show.halves import module_of
+from cp_compile.passes.layouts import shape_of
 
 __all__ = ["Offload", "move_to_host"]
 
@@ -63,9 +63,17 @@ class Offload(CustomPartitionerFn):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Kept:
-    """A place among what the forward keeps: the value that moves, and the views that lead from it to what is kept."""
+    """What the forward keeps.
 
-    place: int
+    Attributes:
+        source: the backward's input.
+        result: the forward's result.
+        value: what moves.
+        views: those that lead from what moves to the result.
+    """
+
+    source: Node
+    result: Node
     value: Node
     views: tuple[Node, ...]
 
@@ -80,36 +88,54 @@ def move_to_host(forward: GraphModule, backward: GraphModule, outputs: int, how:
         how: what moves.
     """
     results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
-    inputs = backward.graph.find_nodes(op="placeholder")
     given = {_base(value)[0] for value in results[:outputs] if isinstance(value, Node)}
-    found = [_kept(place, value) for place, value in enumerate(results[outputs:]) if isinstance(value, Node)]
+    found = [_kept(source, value) for source, value in kept_between(forward, backward, outputs)]
     moves = [kept for kept in found if _moves(kept.value, how) and kept.value not in given]
     sent: dict[Node, Node] = {}
     for kept in moves:
         if kept.value not in sent:
             sent[kept.value] = _send(forward, kept.value)
-        results[outputs + kept.place] = sent[kept.value]
+    place = {kept.result: sent[kept.value] for kept in moves}
+    results[outputs:] = [place.get(value, value) for value in results[outputs:]]
     forward.graph.output_node().args = (tuple(results),)
-    _bring_back(backward, [(inputs[kept.place], kept) for kept in moves], sent)
+    _bring_back(backward, moves, sent)
     for half in (forward, backward):
         half.graph.lint()
         half.recompile()
 
 
-def _kept(place: int, value: Node) -> _Kept:
+def _kept(source: Node, value: Node) -> _Kept:
     """A value that fills its storage moves as it is; a view of a part of one is found in its base."""
+    one, other = source.meta["val"], value.meta["val"]
+    if isinstance(other, Tensor) and not (isinstance(one, Tensor) and shape_of(one) == shape_of(other)):
+        raise InvariantError(f"the backward's input {source} is not what the forward keeps: {value}")
     if _is_dense(value):
-        return _Kept(place, value, ())
-    return _Kept(place, *_base(value))
+        return _Kept(source, value, value, ())
+    return _Kept(source, value, *_base(value))
 
 
 def _base(value: Node) -> tuple[Node, tuple[Node, ...]]:
-    """What a value is a view of, and the views on the way to it that take nothing else."""
+    """What a value is a view of, and the views on the way to it that can be made again of that alone."""
     views: list[Node] = []
-    while getattr(value.target, "is_view", False) and len(value.all_input_nodes) == 1:
+    while getattr(value.target, "is_view", False) and _needs_no_size(value):
         views.insert(0, value)
-        value = value.all_input_nodes[0]
+        value = value.args[0]  # type: ignore[assignment]
     return value, tuple(views)
+
+
+def _needs_no_size(view: Node) -> bool:
+    """Whether a view is of one value, and at most one of its sizes is none of numbers: that can be told by the rest."""
+    numbers: list[Node] = []
+    torch.fx.node.map_arg((view.args[1:], view.kwargs), numbers.append)
+    return not numbers or (len(numbers) == 1 and view.target is torch.ops.aten.view.default)
+
+
+def _again(graph: Graph, view: Node, source: Node) -> Node:
+    """A view of another value."""
+    args, kwargs = torch.fx.node.map_arg((view.args[1:], view.kwargs), lambda _: -1)
+    node = graph.call_function(view.target, (source, *args), kwargs)  # type: ignore[arg-type]
+    node.meta.update(view.meta)
+    return node
 
 
 def _is_dense(value: Node) -> bool:
@@ -136,37 +162,44 @@ def _send(forward: GraphModule, value: Node) -> Node:
         rest += [user for user in users if getattr(user.target, "is_view", False)]
     with forward.graph.inserting_after(max(uses)):
         sent = forward.graph.call_function(offload, (value,))
-    sent.meta["val"] = _on_host(value.meta["val"])
+    sent.meta.update(_where(value), val=_on_host(value.meta["val"]))
     return sent
 
 
-def _bring_back(backward: GraphModule, moves: list[tuple[Node, _Kept]], sent: dict[Node, Node]) -> None:
+def _bring_back(backward: GraphModule, moves: list[_Kept], sent: dict[Node, Node]) -> None:
     graph = backward.graph
-    uses = {source: min(source.users) for source, _ in moves if source.users}
-    order = sorted((pair for pair in moves if pair[0] in uses), key=lambda pair: uses[pair[0]])
+    uses = {kept.source: min(kept.source.users) for kept in moves if kept.source.users}
+    order = sorted((kept for kept in moves if kept.source in uses), key=lambda kept: uses[kept.source])
     back: dict[Node, Node] = {}
     start: Node | None = None
-    for source, kept in moves:
-        source.meta.update(val=sent[kept.value].meta["val"])
-        source.meta.pop("tensor_meta", None)
-    for _, group in itertools.groupby(order, key=lambda pair: layer_of(module_of(uses[pair[0]]))):
+    for kept in moves:
+        kept.source.meta.update(val=sent[kept.value].meta["val"])
+        kept.source.meta.pop("tensor_meta", None)
+    for _, group in itertools.groupby(order, key=lambda kept: layer_of(module_path(uses[kept.source]))):
         layer = list(group)
-        first = uses[layer[0][0]]
-        for source, kept in layer:
+        first = uses[layer[0].source]
+        for kept in layer:
+            use = uses[kept.source]
             if kept.value not in back:
                 with graph.inserting_before(start or first):
-                    coming = graph.call_function(reload, (source, kept.value.meta["val"].device))
-                with graph.inserting_before(uses[source]):
+                    coming = graph.call_function(reload, (kept.source, kept.value.meta["val"].device))
+                with graph.inserting_before(use):
                     back[kept.value] = graph.call_function(arrived, (coming,))
-                coming.meta["val"] = back[kept.value].meta["val"] = kept.value.meta["val"]
-            replayed = {kept.value: back[kept.value]}
-            with graph.inserting_before(uses[source]):
+                for node in (coming, back[kept.value]):
+                    node.meta.update(_where(use), val=kept.value.meta["val"])
+            result = back[kept.value]
+            with graph.inserting_before(use):
                 for view in kept.views:
-                    replayed[view] = graph.node_copy(view, replayed.__getitem__)
-            users = [user for user in source.users if user.target is not reload]
+                    result = _again(graph, view, result)
+            users = [user for user in kept.source.users if user.target is not reload]
             for user in users:
-                user.replace_input_with(source, [*replayed.values()][-1])
+                user.replace_input_with(kept.source, result)
         start = first
+
+
+def _where(node: Node) -> dict[str, Any]:
+    """Which module a node belongs to."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "fwd_nn_module_stack") if key in node.meta}
 
 
 def _on_host(fake: Tensor) -> Tensor:

@@ -33,11 +33,12 @@ __all__ = ["hoist"]
 def hoist(module: GraphModule, context: Context) -> GraphModule:
     """Gives repeats and transposes that are only wanted by heads a layout by heads. Idempotent."""
     for node in reversed(module.graph.nodes):  # a repeat behind a transpose first
-        if "cp_layout" not in node.meta or not isinstance(node.meta["cp_layout"][0], Sharded):
+        have = next(iter(node.meta.get("cp_layout", ())), None)  # a size has none
+        if not isinstance(have, Sharded):
             continue
         wanted = {want for user in node.users for want in _wants(user, node)}
         want = next(iter(wanted), None)
-        if len(wanted) != 1 or not isinstance(want, (Sharded, PerQueryHead)) or want == node.meta["cp_layout"][0]:
+        if len(wanted) != 1 or not isinstance(want, (Sharded, PerQueryHead)) or want == have:
             continue
         if node.target in TURNS:
             _above_a_turn(node, want)

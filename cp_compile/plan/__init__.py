@@ -49,6 +49,7 @@ class Entry:
         activations: bytes of layers at the peak: saved, and in use.
         head: bytes outside of layers at the peak: embeddings, logits and the loss.
         peak: bytes of all at the moment at which most is held.
+        host: bytes that wait in the host's memory (option ``offload``).
         sent: bytes that a rank sends to others in a step.
         compute: seconds of matrix products and attention under the rates.
         exchange: seconds of the exchanges under the rates, as if nothing ran beside them.
@@ -63,6 +64,7 @@ class Entry:
     activations: int
     head: int
     peak: int
+    host: int
     sent: int
     compute: float
     exchange: float
@@ -152,8 +154,8 @@ def plan(
         optimizer: makes the optimizer of a list of parameters.
         rates: of the machine; default: the first section of ``rates.ini``.
         progress: called with what is being done.
-        options: as for the backend (``sequence``, ``fallback``, ``compiler``, ``mlp_chunks``); default: each policy of
-            ``recompute``.
+        options: as for the backend (``sequence``, ``fallback``, ``compiler``, ``mlp_chunks``, ``offload``); default:
+            each policy of ``recompute``.
 
     Raises:
         OptionError: an argument is out of range.
@@ -181,7 +183,7 @@ def plan(
             except CPError as error:
                 refused.setdefault(cp_size, str(error))
                 continue
-            parts = halves(graph, parsed.compiler)
+            parts = halves(graph, parsed.compiler, offload=parsed.offload)
             held = memory_of(parts, fused=parsed.compiler == "inductor")
             for length in lengths:
                 sizes = dict.fromkeys(signature.ranges, length // _STEP)
@@ -221,6 +223,7 @@ def _entry(
         layers,
         head,
         most + state.parameters + state.optimizer,
+        memory.host(sizes),
         work.sent,
         compute,
         work.sent / rates.link,

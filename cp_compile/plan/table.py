@@ -69,15 +69,17 @@ def _parts(plan: Plan) -> Any:
     from rich.table import Table
 
     table = Table()
-    for column in ("policy", "cp", "tokens", "parameters", "optimizer", "gradients", "layers", "head and loss", "sent",
-                   "seconds", "exchanges"):  # fmt: skip
+    host = ["on the host"] * any(entry.host for entry in plan.entries)
+    for column in ("policy", "cp", "tokens", "parameters", "optimizer", "gradients", "layers", "head and loss", *host,
+                   "sent", "seconds", "exchanges"):  # fmt: skip
         table.add_column(column, justify="left" if column == "policy" else "right")
     for policy, cp_size in dict.fromkeys((entry.policy, entry.cp_size) for entry in plan.entries):
         entry = plan.longest(policy, cp_size)
         if entry is None:
             table.add_row(policy, str(cp_size), "none")
             continue
-        amounts = (entry.parameters, entry.optimizer, entry.gradients, entry.activations, entry.head, entry.sent)
+        device = (entry.parameters, entry.optimizer, entry.gradients, entry.activations, entry.head)
+        amounts = (*device, *([entry.host] if host else []), entry.sent)
         table.add_row(
             policy,
             str(cp_size),

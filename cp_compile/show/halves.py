@@ -13,11 +13,11 @@ from torch.fx import GraphModule, Node
 
 from cp_compile._compat import aot_halves, enable_python_dispatcher, inductor_decompositions
 from cp_compile.accumulate import add_into_products
-from cp_compile.errors import module_path
 from cp_compile.graphs import copy_of, on_device
+from cp_compile.offload import Offload, move_to_host
 from cp_compile.passes.editor import COLLECTIVES
 
-__all__ = ["Halves", "collectives", "halves", "module_of"]
+__all__ = ["Halves", "collectives", "halves"]
 
 _c10d = torch.ops._c10d_functional
 _ALL = (*COLLECTIVES, _c10d.reduce_scatter_tensor.default)
@@ -50,11 +50,12 @@ class Halves:
         return [value for value in results[self.outputs :] if isinstance(value, Node)]
 
 
-def halves(module: GraphModule, compiler: str = "inductor") -> Halves:
+def halves(module: GraphModule, compiler: str = "inductor", *, offload: bool = False) -> Halves:
     """Both halves of a captured or rewritten graph, as the ``compiler`` of the options is handed them.
 
     Torch's min-cut partitioner decides what is kept and what is computed again; inductor takes ops apart first.
     A graph on the meta device is taken for one on the CPU, where attention is one kernel as it is on a GPU.
+    ``offload`` is the option: what is kept moves to the host, whatever device the graph is on.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["val"] for node in placeholders]
@@ -68,6 +69,9 @@ def halves(module: GraphModule, compiler: str = "inductor") -> Halves:
     inputs = [_leaf(value, node) for value, node in zip(fakes, placeholders, strict=True)]
     decompositions = inductor_decompositions() if compiler == "inductor" else None
     forward, backward, outputs = aot_halves(module, inputs, decompositions, recompute=compiler != "eager")
+    if offload and backward is not None:
+        device = next(value.device for value in reversed(fakes) if isinstance(value, torch.Tensor))
+        move_to_host(forward, backward, outputs, Offload(device.type))
     for half in (forward, backward) if compiler == "inductor" else ():
         if half is not None:
             add_into_products(half.graph)
@@ -78,16 +82,6 @@ def halves(module: GraphModule, compiler: str = "inductor") -> Halves:
 def collectives(module: GraphModule) -> list[Node]:
     """The collectives of a half, in order."""
     return [node for node in module.graph.nodes if node.target in _ALL]
-
-
-def module_of(node: Node) -> str:
-    """The path of the module whose forward a node of either half belongs to."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    probe = torch.fx.Graph().placeholder("probe")
-    probe.meta["nn_module_stack"] = stack
-    return module_path(probe)
 
 
 def _leaf(value: Any, node: Node) -> Any:

@@ -17,8 +17,11 @@ import sympy
 import torch
 from torch.fx import Node
 
+from cp_compile._compat import kept_between
+from cp_compile.errors import module_path
+from cp_compile.offload import offload
 from cp_compile.passes.layouts import Size, shape_of, size_of
-from cp_compile.show.halves import Halves, module_of
+from cp_compile.show.halves import Halves
 from cp_compile.show.names import op_name
 
 __all__ = ["Memory", "Peak", "Storage", "memory_of"]
@@ -32,7 +35,8 @@ class Storage:
 
     Attributes:
         size: bytes.
-        kind: ``"saved"`` for the backward, ``"output"``, ``"gradient"`` or ``"temporary"``.
+        kind: ``"saved"`` for the backward, ``"output"``, ``"gradient"`` or ``"temporary"``; ``"host"``: saved in the
+            memory of the host.
         module: the path of the module that makes it.
         start: the step that makes it.
         end: the last step that uses it; the last one of all for outputs and gradients.
@@ -82,11 +86,16 @@ class Memory:
         """Bytes that are kept between forward and backward, but for outputs."""
         return sum(evaluate(storage.size, sizes) for storage in self.storages if storage.kind == "saved")
 
+    def host(self, sizes: Mapping[str, int] | None = None) -> int:
+        """Bytes that are kept between forward and backward in the memory of the host."""
+        return sum(evaluate(storage.size, sizes) for storage in self.storages if storage.kind == "host")
+
     def peak(self, sizes: Mapping[str, int] | None = None) -> Peak:
-        """The moment at which most is held, given values for the symbols of the sizes."""
-        amounts = [evaluate(storage.size, sizes) for storage in self.storages]
+        """The moment at which the device holds most, given values for the symbols of the sizes."""
+        storages = [storage for storage in self.storages if storage.kind != "host"]
+        amounts = [evaluate(storage.size, sizes) for storage in storages]
         change = [0] * (len(self.steps) + 1)
-        for storage, amount in zip(self.storages, amounts, strict=True):
+        for storage, amount in zip(storages, amounts, strict=True):
             change[storage.start] += amount
             change[storage.end + 1] -= amount
         held, most, at = 0, -1, 0
@@ -94,7 +103,7 @@ class Memory:
             held += amount
             if held > most:
                 most, at = held, step
-        alive = [(s, n) for s, n in zip(self.storages, amounts, strict=True) if s.start <= at <= s.end]
+        alive = [(s, n) for s, n in zip(storages, amounts, strict=True) if s.start <= at <= s.end]
         by_kind: dict[str, int] = {}
         for storage, amount in alive:
             by_kind[storage.kind] = by_kind.get(storage.kind, 0) + amount
@@ -131,13 +140,13 @@ def memory_of(parts: Halves, *, fused: bool = False) -> Memory:
     if parts.backward is None:
         return table.memory({id_: "output" for value in outputs for id_ in table.ids(value)})
     table.half = 1
-    kinds = {id_: "saved" for value in parts.saved for id_ in table.ids(value)}
+    kept = {value: "host" if value.target is offload else "saved" for value in parts.saved}
+    kinds = {id_: kind for value, kind in kept.items() for id_ in table.ids(value)}
     kinds.update({id_: "output" for value in outputs for id_ in table.ids(value)})
-    by_name = {value.name: value for value in (*parts.saved, *outputs)}
-    given = parts.backward.graph.find_nodes(op="placeholder")
-    for node in given:
-        if node.name in by_name:
-            table.same(node, by_name[node.name])
+    saved = dict(kept_between(parts.forward, parts.backward, parts.outputs))
+    for node in parts.backward.graph.find_nodes(op="placeholder"):
+        if node in saved:
+            table.same(node, saved[node])
         else:
             table.tangent(node)
     table.run(parts.backward.graph.nodes)
@@ -187,7 +196,7 @@ class _Table:
                 continue
             step = len(self.steps)
             op = op_name(node.target)
-            self.steps.append((op, module_of(node)))
+            self.steps.append((op, module_path(node)))
             for source in node.all_input_nodes:
                 self._used.update(dict.fromkeys(self.ids(source), step))
             views = {

@@ -20,7 +20,7 @@ from cp_compile.passes.layouts import PerQueryHead, Sharded, Whole, shape_of
 from cp_compile.passes.rules.attention import is_attention
 from cp_compile.program import CPProgram
 from cp_compile.show.code import bytes_text
-from cp_compile.show.halves import collectives, halves, module_of
+from cp_compile.show.halves import collectives, halves
 from cp_compile.show.layers import Section, fold, layer_ranges
 from cp_compile.show.listing import listing, sent_bytes
 from cp_compile.show.memory import Memory, Peak, evaluate, memory_of
@@ -81,6 +81,7 @@ class Report:
         rows: one for each kind of layer, and what is outside of layers.
         total: all of them.
         peak: the moment at which a step holds most, parameters and arguments not counted.
+        host: bytes that wait in the host's memory between forward and backward (option ``offload``).
         passes: what each pass changed.
         gathered: ops that run whole on every rank, and why.
     """
@@ -90,6 +91,7 @@ class Report:
     rows: tuple[Row, ...]
     total: Row
     peak: Peak
+    host: int
     passes: tuple[PassRecord, ...]
     gathered: tuple[Gathered, ...]
 
@@ -118,7 +120,7 @@ def report(program: CPProgram, sizes: Mapping[str, int] | None = None) -> Report
     """The report of a program; see ``CPProgram.report``."""
     hints = hints_of(program.graph_module)
     sizes = {**{name: hints[name] for name in program.signature.ranges}, **(sizes or {})}
-    parts = halves(program.graph_module, program.options.compiler)
+    parts = halves(program.graph_module, program.options.compiler, offload=program.options.offload)
     memory = memory_of(parts, fused=program.options.compiler == "inductor")
     sections = [section for section in fold(listing(program.graph_module, program.cp_size)) if section.layers]
     rows = [_row(section, program, parts.graphs, memory, sizes) for section in sections]
@@ -129,6 +131,7 @@ def report(program: CPProgram, sizes: Mapping[str, int] | None = None) -> Report
         tuple(rows),
         _sum(rows),
         memory.peak(sizes),
+        memory.host(sizes),
         program.passes,
         program.gathered,
     )
@@ -150,8 +153,8 @@ def _row(
 
 
 def _traffic(graph: GraphModule, layers: Sequence[str], cp_size: int, sizes: Mapping[str, int]) -> Traffic:
-    runs = [node for node in collectives(graph) if layer_of(module_of(node)) in layers]
-    copies = [n for n in graph.graph.nodes if n.target in _COPIES and layer_of(module_of(n)) in layers]
+    runs = [node for node in collectives(graph) if layer_of(module_path(node)) in layers]
+    copies = [n for n in graph.graph.nodes if n.target in _COPIES and layer_of(module_path(n)) in layers]
     names = Counter(str(node.target).split(".")[1] for node in runs)
     return Traffic(dict(names), sum(evaluate(sent_bytes(node, cp_size), sizes) for node in runs), len(copies))
 
@@ -263,10 +266,10 @@ def _kinds(counts: Mapping[str, int]) -> str:
 
 
 def _peak(found: Report) -> str:
-    peak = found.peak
+    peak, host = found.peak, f"; on the host {bytes_text(found.host)}" if found.host else ""
     kinds = ", ".join(f"{bytes_text(size)} {kind}" for kind, size in sorted(peak.by_kind.items(), key=lambda x: -x[1]))
     where = f" of {peak.module}" if peak.module else ""
-    return f"peak {bytes_text(peak.total)} beside parameters and arguments, in {peak.op}{where}: {kinds}"
+    return f"peak {bytes_text(peak.total)} beside parameters and arguments, in {peak.op}{where}: {kinds}{host}"
 
 
 def _passes(passes: Sequence[PassRecord]) -> Any:

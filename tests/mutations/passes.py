@@ -158,6 +158,26 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *_of(
+        "cp_compile/_compat",
+        (
+            "sizes last",
+            "what comes back is what was sent, where sizes are kept too",
+            'kept = sorted(results[outputs:], key=lambda value: isinstance(value.meta["val"], torch.Tensor))',
+            "kept = results[outputs:]",
+            ("tests/passes/test_offload.py::test_sizes_that_the_backward_is_handed_first",),
+        ),
+    ),
+    *_of(
+        "cp_compile/show/memory",
+        (
+            "the host is the device",
+            "what waits on the host is not held by the device",
+            'storages = [storage for storage in self.storages if storage.kind != "host"]',
+            "storages = list(self.storages)",
+            ("tests/passes/test_offload.py::test_reported_and_planned",),
+        ),
+    ),
+    *_of(
         "cp_compile/offload",
         (
             "back when it is needed",
@@ -169,8 +189,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "no views",
             "what is a view of a value is one again behind its way back",
-            "user.replace_input_with(source, [*replayed.values()][-1])",
-            "user.replace_input_with(source, back[kept.value])",
+            "user.replace_input_with(kept.source, result)",
+            "user.replace_input_with(kept.source, back[kept.value])",
             (f"{_OFFLOAD}::test_views_of_a_part_are_replayed_behind_the_way_back",),
         ),
         (

@@ -15,12 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cp_compile
 from cp_compile import backend
-from cp_compile._compat import aot_halves
+from cp_compile._compat import aot_halves, kept_between
 from cp_compile.demo_model import Llama
-from cp_compile.errors import OptionError, layer_of
+from cp_compile.errors import OptionError, layer_of, module_path
+from cp_compile.factory import Example
 from cp_compile.offload import Offload, arrived, move_to_host, offload, reload
 from cp_compile.options import Options
-from cp_compile.show.halves import Halves, halves, module_of
+from cp_compile.plan import plan
+from cp_compile.show.halves import Halves, halves
 from cp_compile.verify import relative_error
 from tests.ranks import Ranks, mean_over_ranks
 
@@ -83,6 +85,25 @@ def test_views_of_a_part_are_replayed_behind_the_way_back() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_sizes_that_the_backward_is_handed_first() -> None:
+    """Under symbolic lengths: what comes back is what was sent, beside numbers that stay."""
+    length = torch.export.Dim("length", min=4, max=1 << 20)
+    with torch.device("meta"):
+        ids, shapes = torch.zeros(1, 64, dtype=torch.int64), {"ids": {1: 2 * length}}
+        program = cp_compile.export(Llama(), [ids], cp_size=2, dynamic_shapes=shapes)
+    parts = halves(program.graph_module)
+    assert parts.backward is not None
+    sizes = [node for node in parts.saved if isinstance(node.meta["val"], torch.SymInt)]
+    assert sizes
+    names = {source: value.name for source, value in kept_between(parts.forward, parts.backward, parts.outputs)}
+    assert all(source.name == name for source, name in names.items())
+    move_to_host(parts.forward, parts.backward, parts.outputs, EVERYTHING)
+    for source, value in kept_between(parts.forward, parts.backward, parts.outputs):
+        come = [user for user in source.users if user.target is reload]
+        assert bool(come) == (value.target is offload and bool(source.users))
+        assert all(user.target is reload for user in source.users) or not come
+
+
 def test_large_activations_of_the_device_move_and_nothing_else() -> None:
     before, after = moved(least=2 * 32 * 32 * 8)  # hidden states of a rank in float64
     assert 0 < len(calls(after.forward, offload)) < len(activations(before))
@@ -97,13 +118,44 @@ def test_a_layer_comes_back_while_the_one_behind_it_runs() -> None:
     layers: dict[str, list[Node]] = {}
     for coming in calls(after.backward, reload):
         use = min(user for arrival in coming.users for user in arrival.users)
-        layers.setdefault(layer_of(module_of(use)), []).append(coming)
+        layers.setdefault(layer_of(module_path(use)), []).append(coming)
     first, second, third = (layers[f"blocks.{number}"] for number in range(3))
     for layer, behind in ((first, second), (second, third)):
         come = [arrival for coming in behind for arrival in coming.users]
         use = min(user for arrival in come for user in arrival.users)
         assert min(come) < min(layer)
         assert max(layer) < use
+
+
+def test_reported_and_planned() -> None:
+    """At 8,192 tokens: what waits on the host is what was kept, and the device holds that much less between halves."""
+
+    def report(**options: Any) -> Any:
+        with torch.device("meta"):
+            model, ids = Llama(layers=6), torch.zeros(1, 8192, dtype=torch.int64)
+            return cp_compile.export(model, [ids], cp_size=2, **options).report()
+
+    plain, offloaded = report(), report(offload=True)
+    assert plain.host == 0
+    hidden = 8192 // 2 * 128 * 4
+    assert offloaded.host > 60 * hidden
+    # Small values (a number a row), integers and what is an output stay.
+    assert offloaded.total.saved < 0.1 * plain.total.saved
+    assert 0.9 * plain.total.saved < offloaded.host + offloaded.total.saved <= plain.total.saved
+    assert offloaded.peak.total < 0.7 * plain.peak.total  # two layers at most are there at once
+    words = [" ".join(str(found).split()) for found in (plain, offloaded)]
+    assert ["; on the host " in text for text in words] == [False, True]
+    assert offloaded.total.forward == plain.total.forward
+
+    make = lambda length: Example(Llama(layers=6), [torch.zeros(1, length, dtype=torch.int64)])
+    options = {"recompute": "default", "offload": True}
+    planned = plan(make, memory=1 << 30, lengths=(8192,), cp_sizes=(2,), sharding="ddp", **options)
+    (entry,) = planned.entries
+    assert entry.host == offloaded.host
+    symbolic = report(offload=True, dynamic_shapes={"ids": {1: 64 * torch.export.Dim("length", min=2, max=1 << 20)}})
+    assert entry.head < entry.activations
+    assert entry.peak == symbolic.peak.total + entry.parameters + entry.optimizer
+    assert "on the host" in str(planned)
 
 
 def step(options: dict[str, Any], dynamic: bool = False, limit: float = 1e-10) -> None:
