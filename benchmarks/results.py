@@ -152,14 +152,21 @@ def argument_parser(description: str | None, *, rounds: int = 9) -> argparse.Arg
     return parser
 
 
-def publish(result: Result, options: argparse.Namespace, picture: str) -> None:
-    """Prints the table, and writes the files that the options name."""
+def publish(result: Result, options: argparse.Namespace, picture: str, short: Result | None = None) -> None:
+    """Prints the table, and writes the files that the options name.
+
+    Args:
+        result: what was found.
+        options: those of ``argument_parser``.
+        picture: the SVG.
+        short: the table for a README, where it is another one.
+    """
     # A file or a pipe has no width, and rich would take a narrow one.
     Console(width=None if sys.stdout.isatty() else 160).print(result.table())
     for path, content in (
         (options.json, result.json()),
         (options.svg, picture),
-        (options.markdown, result.markdown() + "\n"),
+        (options.markdown, (short or result).markdown() + "\n"),
     ):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -162,7 +162,7 @@ def wrong(measured: Sequence[Measured]) -> list[str]:
             problems.append(f"{one.shape}: loss off by {one.check.loss:.1e}, {one.check.parameter} by "
                             f"{one.check.gradient:.1e}")  # fmt: skip
         if one.arm == HOOKS and one.cpu:
-            ratio = ratios(one.cpu, ours_of(measured, one.shape).cpu)
+            ratio = ratio_of(one, measured)
             if ratio.low < 1.0:
                 problems.append(f"{one.shape}: the lower quartile against eager hooks is {number(ratio.low)}, below 1")
     return problems
@@ -171,6 +171,11 @@ def wrong(measured: Sequence[Measured]) -> list[str]:
 def ours_of(measured: Sequence[Measured], shape: str) -> Measured:
     """Our arm under a shape."""
     return next(one for one in measured if one.arm == OURS and one.shape == shape)
+
+
+def ratio_of(one: Measured, measured: Sequence[Measured]) -> Quartiles:
+    """Quartiles of an arm's seconds over ours, under its shape."""
+    return ratios(one.cpu, ours_of(measured, one.shape).cpu)
 
 
 COLUMNS = (
@@ -183,7 +188,7 @@ def row(one: Measured, measured: Sequence[Measured]) -> list[Any]:
     if one.failed or not one.cpu:
         reason = one.failed.strip().splitlines()[-1][:60] if one.failed else "not run (give --deepspeed-python)"
         return [one.shape, one.arm, None, None, None, None, reason, None, None]
-    ratio = None if one.arm == OURS else ratios(one.cpu, ours_of(measured, one.shape).cpu)
+    ratio = None if one.arm == OURS else ratio_of(one, measured)
     goal = GOALS.get((one.shape, one.arm))
     verdict = "" if goal is None or ratio is None else "reached" if ratio.median >= goal else "missed"
     cpu, wall = statistics.median(one.cpu), statistics.median(one.wall)
@@ -191,12 +196,30 @@ def row(one: Measured, measured: Sequence[Measured]) -> list[Any]:
     return [one.shape, one.arm, cpu, wall, ratio, goal, verdict, one.check.loss, one.check.gradient]
 
 
+def by_shape(measured: Sequence[Measured]) -> Result:
+    """The ratios with a column a shape, for a README."""
+    shapes = list(dict.fromkeys(one.shape for one in measured))
+    found = {(one.arm, one.shape): one for one in measured if one.cpu}
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in found):
+        mine = [found.get((arm, shape)) for shape in shapes]
+        errors = [one.check.gradient for one in mine if one is not None and one.check is not None]
+        rows.append([arm, *(_cell(one, measured) for one in mine), max(errors)])
+    return Result("speed", ("CPU-seconds over ours (quartiles)", *shapes, "worst gradient error"), rows)
+
+
+def _cell(one: Measured | None, measured: Sequence[Measured]) -> Any:
+    if one is None:
+        return None
+    return f"{number(statistics.median(one.cpu))} s" if one.arm == OURS else ratio_of(one, measured)
+
+
 def picture(measured: Sequence[Measured]) -> str:
     """Bars of the ratios, by shape."""
     groups: dict[str, list[Bar]] = {}
     for one in measured:
         if one.cpu and one.arm != OURS:
-            ratio = ratios(one.cpu, ours_of(measured, one.shape).cpu)
+            ratio = ratio_of(one, measured)
             groups.setdefault(one.shape, []).append(Bar(one.arm, ratio, GOALS.get((one.shape, one.arm))))
     return bars("CPU time of a training step, over that of cp_compile", groups, unit="CPU-seconds over ours")
 
@@ -232,7 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured += [Measured(shape, arm) for arm in options.arms if arm not in running]
     rows = [row(one, measured) for one in measured]
     settings = {"rounds": options.rounds, "compiler": options.compiler}
-    publish(Result("speed", COLUMNS, rows, settings, raw=measured), options, picture(measured))
+    result = Result("speed", COLUMNS, rows, settings, raw=measured)
+    publish(result, options, picture(measured), by_shape(measured))
     for one in measured:
         if one.failed:
             print(f"{one.shape}: {one.arm} failed:\n{one.failed}")

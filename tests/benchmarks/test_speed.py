@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +115,20 @@ def test_a_run(speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rows["hooks"]["CPU over ours"]["median"] > 0
     assert "--deepspeed-python" in rows["autosp"]["verdict"]
     assert files["svg"].read_text().startswith("<svg")
-    assert files["markdown"].read_text().count("\n") == 6
+    head, _, *lines = files["markdown"].read_text().splitlines()
+    assert head == "| CPU-seconds over ours (quartiles) | tiny | worst gradient error |"
+    assert [line.split(" | ")[0] for line in lines] == ["| ours", "| hooks", "| single-1"]
+    assert re.match(r"\| ours \| [\d.e-]+ s \| ", lines[0])
+    assert re.match(r"\| hooks \| [\d.]+ \([\d.]+-[\d.]+\) \| ", lines[1])
+
+
+def test_a_column_a_shape(speed: ModuleType) -> None:
+    """An arm that ran under one shape alone has an empty place, and the worst error is that of all shapes."""
+    of = lambda shape, arm, cpu, error: speed.Measured(shape, arm, cpu, cpu, speed.Check(0.0, error, ""))
+    measured = [of("a", "ours", [2.0], 1e-6), of("b", "ours", [4.0], 3e-6), of("b", "ring", [6.0], 0.5)]
+    rows = speed.by_shape(measured).rows
+    assert rows[0] == ["ours", "2.00 s", "4.00 s", 3e-6]
+    assert rows[1] == ["ring", None, speed.Quartiles(1.5, 1.5, 1.5), 0.5]
 
 
 def test_unknown_names_are_refused(speed: ModuleType, capsys: Any) -> None:
