@@ -20,8 +20,9 @@ from torch.fx import Node
 from cp_compile._compat import kept_between
 from cp_compile.errors import module_path
 from cp_compile.offload import offload
-from cp_compile.passes.layouts import Size, shape_of, size_of
+from cp_compile.passes.layouts import Size, product, shape_of, size_of
 from cp_compile.show.halves import Halves
+from cp_compile.show.kernels import Kernels
 from cp_compile.show.names import op_name
 
 __all__ = ["Memory", "Peak", "Storage", "memory_of"]
@@ -139,7 +140,7 @@ def memory_of(parts: Halves, *, fused: bool = False) -> Memory:
     table.run(parts.forward.graph.nodes)
     if parts.backward is None:
         return table.memory({id_: "output" for value in outputs for id_ in table.ids(value)})
-    table.half = 1
+    table.next_half()
     kept = {value: "host" if value.target is offload else "saved" for value in parts.saved}
     kinds = {id_: kind for value, kind in kept.items() for id_ in table.ids(value)}
     kinds.update({id_: "output" for value in outputs for id_ in table.ids(value)})
@@ -168,8 +169,8 @@ class _Table:
         self._ids: dict[Node, tuple[Any, ...]] = {}
         self._outside: set[Any] = set()
         self._made: dict[Any, tuple[int, Size, str, str]] = {}
-        self._used: dict[Any, int] = {}
-        self._in_place: list[Any] = []
+        self._reads: dict[Any, dict[Any, int]] = {}
+        self._kernels = Kernels()
         self._joins: dict[Any, list[Any]] = {}
 
     def ids(self, node: Node) -> tuple[Any, ...]:
@@ -184,8 +185,11 @@ class _Table:
         """The gradient of an output: autograd makes it as large as the output."""
         self._ids[node] = tuple(self._id(value) for value in _tensors(node))
         for id_, value in zip(self._ids[node], _tensors(node), strict=True):
-            self._made[id_] = (len(self.steps), self._bytes(value), "tangent", "")
-            self._used[id_] = len(self.steps)
+            self._make(id_, value, "tangent", "")
+
+    def next_half(self) -> None:
+        self.half += 1
+        self._kernels.next_graph()
 
     def same(self, node: Node, other: Node) -> None:
         self._ids[node] = self._ids[other]
@@ -195,31 +199,46 @@ class _Table:
             if node.op in ("placeholder", "output"):
                 continue
             step = len(self.steps)
-            op = op_name(node.target)
-            self.steps.append((op, module_path(node)))
-            for source in node.all_input_nodes:
-                self._used.update(dict.fromkeys(self.ids(source), step))
+            self.steps.append((op_name(node.target), module_path(node)))
+            read = [id_ for source in node.all_input_nodes for id_ in self.ids(source)]
+            if self.fused and not _is_stored(node):
+                self._ids[node] = tuple(read)
+                continue
             views = {
                 self._id(value): id_
                 for source in node.all_input_nodes
                 if not (self.fused and not _is_stored(source))
                 for value, id_ in zip(_tensors(source), self.ids(source))
             }
-            if self.fused and not _is_stored(node):
-                self._ids[node] = tuple(id_ for source in node.all_input_nodes for id_ in self.ids(source))
-                continue
-            found = []
+            found, made = [], []
             for value in _tensors(node):
                 id_ = views.get(self._id(value), self._id(value))
                 found.append(id_)
                 if id_ not in self._made and id_ not in self._outside:
-                    if self.fused and (_is_by_element(node) or node.target in _SCATTERS):
-                        self._in_place.append(id_)
-                    if self.fused and node.target is aten.cat.default:
-                        self._joins[id_] = [self._ids[part][0] for part in _made_for(node)]
-                    self._made[id_] = (step, self._bytes(value), op, self.steps[-1][1])
-                self._used[id_] = max(self._used.get(id_, step), step)
+                    made.append(id_)
+                    self._make(id_, value, *self.steps[-1])
+                    self._compute(id_, node, value, read)
             self._ids[node] = tuple(found)
+            # Of what is fused, a view or a size is no use: what takes it is.
+            by = made[0] if made and self._kernels.has(made[0]) else step
+            for id_ in (*read, *found) if made or not self.fused else ():
+                self._reads.setdefault(id_, {})[by] = step
+
+    def _make(self, id_: Any, value: torch.Tensor, op: str, module: str) -> None:
+        self._made[id_] = (len(self.steps) - (op != "tangent"), self._bytes(value), op, module)
+        self._reads.setdefault(id_, {})
+
+    def _compute(self, id_: Any, node: Node, value: torch.Tensor, read: list[Any]) -> None:
+        """Says by which kernel of inductor's a value is made."""
+        if not self.fused:
+            return
+        step, elements = self._made[id_][0], product(shape_of(value))
+        if node.target is aten.cat.default:
+            self._joins[id_] = [self._ids[part][0] for part in _made_for(node)]
+        if _is_by_element(node) or node.target in _SCATTERS:
+            self._kernels.computed(id_, step, read, elements, alone=node.target in _SCATTERS)
+        else:
+            self._kernels.own(id_, step, read, elements)
 
     def _id(self, value: torch.Tensor) -> Any:
         """Of a storage; what the backward computes again has the forward's fake tensor, and is another one."""
@@ -234,18 +253,16 @@ class _Table:
 
     def memory(self, kinds: Mapping[Any, str]) -> Memory:
         last = len(self.steps) - 1
-        ending: dict[int, list[Any]] = {}
-        for id_ in self._made:
-            ending.setdefault(self._used[id_], []).append(id_)
-        for id_ in self._in_place:
-            # Inductor writes a result over an operand of the same size that nothing reads any more.
-            start, size = self._made[id_][:2]
-            for operand in ending.get(start, ()):
-                made, bytes_, *_ = self._made[operand]
-                free = self._used[operand] == start != made and kinds.get(operand) not in ("output", "gradient")
-                if free and bytes_ == size:
-                    self._used[operand] = start - 1
-                    break
+        used = {id_: made[0] for id_, made in self._made.items()} | self._kernels.ends(self._reads)
+        self._made = {id_: (self._kernels.step_of(id_, made[0]), *made[1:]) for id_, made in self._made.items()}
+        sizes = {id_: made[1] for id_, made in self._made.items()}
+        free = {id_: size for id_, size in sizes.items() if kinds.get(id_) not in ("output", "gradient")}
+        results = {result for loop in self._kernels.loops for result in loop.results}
+        used.update(
+            (operand, step - 1)
+            for operand, step in list(self._kernels.overwritten(used, {**free, **{r: sizes[r] for r in results}}))
+            if operand in free
+        )
         for id_, parts in self._joins.items():
             # What a kernel of its own (a matmul) makes for a join alone is written where the join holds it.
             own = [part for part in parts if part in self._made and kinds.get(part) not in ("output", "gradient")]
@@ -256,7 +273,7 @@ class _Table:
         storages = []
         for id_, (start, size, op, module) in self._made.items():
             kind = kinds.get(id_, "temporary")
-            end = last if kind in ("output", "gradient") else self._used[id_]
+            end = last if kind in ("output", "gradient") else used[id_]
             storages.append(Storage(size, kind, module, start, end, op))
         return Memory(tuple(storages), tuple(self.steps))
 
@@ -277,6 +294,7 @@ _BY_ELEMENT = _VIEWS | {
     aten.full.default, aten.full_like.default, aten.arange.default, aten.arange.start_step, aten.scalar_tensor.default,
     aten.clone.default, aten._to_copy.default, aten.constant_pad_nd.default, aten.cat.default, aten.copy.default,
     aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default, aten.scatter.value,
+    aten.slice_scatter.default,
     torch.ops.prims.convert_element_type.default, torch.ops.prims.iota.default,
 }  # fmt: skip
 _SUMS = {
@@ -287,7 +305,7 @@ _SUMS = {
 
 _SCATTERS = {
     aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default,
-    aten.scatter_add.default, aten.slice_scatter.default,
+    aten.scatter_add.default,
 }  # fmt: skip
 
 
@@ -312,6 +330,7 @@ def _is_stored(node: Node) -> bool:
     for user in node.users:
         if user.target in _VIEWS and _is_stored(user):
             return True
-        if not _is_by_element(user) and user.target not in _SUMS:
+        # A size is read of a shape, and needs no memory.
+        if not _is_by_element(user) and user.target not in _SUMS and (_tensors(user) or user.op == "output"):
             return True
     return False
