@@ -94,7 +94,7 @@ def test_state_by_sharding() -> None:
 
 
 def config(folder: Path) -> Path:
-    small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=256, architectures=["LlamaForCausalLM"])  # fmt: skip
     small.save_pretrained(folder)
     return folder / "config.json"

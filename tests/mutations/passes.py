@@ -6,6 +6,7 @@ from tests.mutations.mutant import Mutant, model, rule
 
 __all__ = ["MUTANTS"]
 
+_REPORT = "tests/show/test_report.py"
 _OFFLOAD = "tests/passes/test_offload.py"
 _MEMORY = "tests/passes/test_memory.py"
 _MIXED = "tests/exact/test_mixing.py::test_exact"
@@ -165,6 +166,47 @@ MUTANTS: tuple[Mutant, ...] = (
             'kept = sorted(results[outputs:], key=lambda value: isinstance(value.meta["val"], torch.Tensor))',
             "kept = results[outputs:]",
             ("tests/passes/test_offload.py::test_sizes_that_the_backward_is_handed_first",),
+        ),
+    ),
+    *_of(
+        "cp_compile/show/kernels",
+        (
+            "a loop for each value",
+            "what inductor computes in one loop is there at once",
+            "if same(loop.elements, elements) and self._share(loop, operands) and not self._wait(loop, operands):",
+            "if False:",
+            (f"{_REPORT}::test_the_peak_is_what_a_step_holds[computed again]",),
+        ),
+        (
+            "written over what others read",
+            "an operand that another result of the loop reads is not written over",
+            "loop.reads(x) == [result] and same(sizes[x], sizes[result])",
+            "same(sizes[x], sizes[result])",
+            (f"{_REPORT}::test_the_peak_is_what_a_step_holds[computed again]",),
+        ),
+        (
+            "a loop through both halves",
+            "forward and backward are computed by kernels of their own",
+            "self._first = len(self.loops)",
+            "pass",
+            ("tests/show/test_kernels.py::test_none_of_another_graph_and_none_alone",),
+        ),
+        (
+            "loops in a circle",
+            "what waits for a loop runs behind it",
+            "return any(self._behind.get(x, 0) & loop.mask for x in operands if x not in loop.results)",
+            "return False",
+            ("tests/show/test_kernels.py::test_none_that_waits_for_what_is_made_of_the_loop",),
+        ),
+    ),
+    *_of(
+        "cp_compile/backend",
+        (
+            "buffers wait to be reused",
+            "what is computed again leaves the memory free",
+            'patches["allow_buffer_reuse"] = False',
+            'patches["allow_buffer_reuse"] = True',
+            (f"{_REPORT}::test_the_peak_is_what_a_step_holds[computed again]",),
         ),
     ),
     *_of(
