@@ -73,7 +73,7 @@ class Kernels:
             self.loops.append(loop)
         else:
             ready = (self.step_of(operand) for operand in operands if operand not in loop.results)
-            loop.step = max(loop.step, *ready, loop.step)
+            loop.step = max([loop.step, *ready])
         loop.results[result] = operands
         bit = 1 << len(self._of)
         loop.mask |= bit
