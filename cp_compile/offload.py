@@ -127,7 +127,10 @@ def _needs_no_size(view: Node) -> bool:
     """Whether a view is of one value, and at most one of its sizes is none of numbers: that can be told by the rest."""
     numbers: list[Node] = []
     torch.fx.node.map_arg((view.args[1:], view.kwargs), numbers.append)
-    return not numbers or (len(numbers) == 1 and view.target is torch.ops.aten.view.default)
+    if not numbers:
+        return True
+    sizes: Any = view.args[1]
+    return view.target is torch.ops.aten.view.default and len(numbers) == 1 and -1 not in sizes
 
 
 def _again(graph: Graph, view: Node, source: Node) -> Node:

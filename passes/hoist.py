@@ -22,7 +22,7 @@ from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, tensor_inputs
 from cp_compile.passes.heads import head_of_query
 from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, shape_of
-from cp_compile.passes.repeats import Repeat, repeat_of
+from cp_compile.passes.repeats import REPEAT, Repeat, repeat_of
 from cp_compile.passes.rules.attention import of_these_heads
 from cp_compile.passes.rules.op import LocalForm
 from cp_compile.turns import TURNS, order_of
@@ -42,7 +42,7 @@ def hoist(module: GraphModule, context: Context) -> GraphModule:
             continue
         if node.target in TURNS:
             _above_a_turn(node, want)
-        elif (repeat := repeat_of(node)) is not None:
+        elif node.target is REPEAT and (repeat := repeat_of(node)) is not None:
             _above_a_repeat(node, repeat, want, context.cp_size)
     return module
 

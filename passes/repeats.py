@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile.passes.context import Context
-from cp_compile.passes.editor import is_tensor, schema_arguments, tensor_inputs
+from cp_compile.passes.editor import grad_modes, is_tensor, schema_arguments, tensor_inputs
 from cp_compile.passes.layouts import WHOLE, Axis, Sharded, Size, divide, same, shape_of
 from cp_compile.passes.program import insert_call
 from cp_compile.passes.rules import RULES
@@ -53,21 +53,25 @@ def repeats(module: GraphModule, context: Context) -> GraphModule:
     """Finds repeats of one dim, and moves them behind the ops that do not mix it. Idempotent."""
     del context
     known: dict[Node, Repeat] = {}
+    modes = grad_modes(module)
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not node.users:
             continue
         found = repeat_of(node)
         if found is None:
-            _sink(module, node, known)
+            _sink(module, node, known, modes)
             continue
+        if not _in_one_mode(node, found, modes):
+            continue
+        mode = modes[node]
         if node.target is not REPEAT:
             node, found = _replaced(module, node, found)
-        known[node] = found
+        known[node], modes[node] = found, mode
     # Kernels that the user chose need not take grouped heads.
     chosen = any(getattr(node.target, "__name__", "") == "use_attention_kernels" for node in module.graph.nodes)
     for node in module.graph.nodes if not chosen else ():
         if is_attention(node.target):
-            _group(node, known)
+            _group(node, known, modes)
     module.graph.eliminate_dead_code()
     return module
 
@@ -111,12 +115,24 @@ def _replaced(module: GraphModule, node: Node, repeat: Repeat) -> tuple[Node, Re
     return new, Repeat(source, repeat.count, repeat.dim)
 
 
-def _sink(module: GraphModule, node: Node, known: dict[Node, Repeat]) -> None:
+def _in_one_mode(node: Node, repeat: Repeat, modes: dict[Node, bool]) -> bool:
+    """Whether a repeat runs with gradients, or without, all the way: under ``no_grad`` it also stops a gradient."""
+    step, mode = node, modes[node]
+    while step is not repeat.source:
+        if modes[step] != mode:
+            return False
+        step = step.args[0]  # type: ignore[assignment]
+    return True
+
+
+def _sink(module: GraphModule, node: Node, known: dict[Node, Repeat], modes: dict[Node, bool]) -> None:
     """``op(repeat(x)) -> repeat(op(x))``, where the op's rule says that it runs through the repeated dim."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target not in RULES:
         return
     operands = tensor_inputs(node)
     of = [known[source] for source in operands if source in known]
+    if any(modes[source] != modes[node] for source in operands if source in known):
+        return
     if not of or len({(repeat.count, _heads(repeat)) for repeat in of}) != 1:
         return
     dims = _dims_behind(node, known, Axis(_heads(of[0]), _heads(of[0])), of[0].count)
@@ -133,6 +149,7 @@ def _sink(module: GraphModule, node: Node, known: dict[Node, Repeat]) -> None:
             parts = [insert_call(graph, node, operator.getitem, result, i) for i in range(len(dims))]
         wide = [insert_call(graph, node, REPEAT, part, of[0].count, dim) for part, dim in zip(parts, dims)]
     known.update({new: Repeat(part, of[0].count, dim) for new, part, dim in zip(wide, parts, dims)})
+    modes.update(dict.fromkeys([result, *parts, *wide], modes[node]))
     if parts == [result]:
         node.replace_all_uses_with(wide[0])
         return
@@ -162,7 +179,7 @@ def _dims_behind(node: Node, known: dict[Node, Repeat], axis: Axis, count: int) 
     return [out.dim for out in kept]
 
 
-def _group(attention: Node, known: dict[Node, Repeat]) -> None:
+def _group(attention: Node, known: dict[Node, Repeat], modes: dict[Node, bool]) -> None:
     """``sdpa(q, repeat(k), repeat(v)) -> sdpa(q, k, v, enable_gqa=True)``: no repeated head is written, or kept.
 
     Where torch has a fused kernel for that: without a mask, and on CUDA in half precision.
@@ -170,6 +187,8 @@ def _group(attention: Node, known: dict[Node, Repeat]) -> None:
     arguments = schema_arguments(attention)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if key not in known or value not in known or arguments["attn_mask"] is not None or arguments["dropout_p"]:
+        return
+    if len({modes[node] for node in (attention, key, value)}) > 1:
         return
     first, second, val = known[key], known[value], query.meta["val"]
     kv_heads, dim = _heads(first), val.ndim - 3

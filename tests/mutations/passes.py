@@ -372,6 +372,27 @@ MUTANTS: tuple[Mutant, ...] = (
             ("tests/passes/test_repeats.py::test_not_a_repeat_of_heads",),
         ),
         (
+            "grouped with a gradient",
+            "a repeat under no_grad stops the gradient of what is repeated",
+            "if len({modes[node] for node in (attention, key, value)}) > 1:",
+            "if False:",
+            ("tests/passes/test_repeats.py::test_a_repeat_without_a_gradient_stops_it[nothing-True]",),
+        ),
+        (
+            "moved to another gradient",
+            "a repeat under no_grad is not moved behind what has a gradient",
+            "if any(modes[source] != modes[node] for source in operands if source in known):",
+            "if False:",
+            ("tests/passes/test_repeats.py::test_a_repeat_without_a_gradient_stops_it[a product-True]",),
+        ),
+        (
+            "a part of a repeat",
+            "a repeat of which a part runs under no_grad stays as it is",
+            "if modes[step] != mode:",
+            "if False:",
+            ("tests/passes/test_repeats.py::test_a_repeat_without_a_gradient_stops_it[nothing-False]",),
+        ),
+        (
             "moved behind everything",
             "a repeat stays in front of what mixes heads",
             "if moved or placement.deliver or placement.local is not None:",

@@ -168,3 +168,30 @@ def test_heads_that_are_used_elsewhere_too(by_hand: bool, values: int) -> None:
 def test_behind_each_pass(way: str, by_hand: bool) -> None:
     report = check_model(Grouped(2, way, by_hand), [torch.randint(31, (2, 13))])
     assert report.ok, report
+
+
+class Stopped(nn.Module):
+    """Keys are repeated without a gradient: ``whole``, or but for the last of the ops that do it."""
+
+    def __init__(self, behind: str, whole: bool) -> None:
+        super().__init__()
+        self.embed, self.behind, self.whole = nn.Embedding(31, 32), behind, whole
+        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (linear(x).unflatten(-1, (-1, 8)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        with torch.no_grad():
+            k = k.repeat_interleave(2, 1) if self.whole else k[:, :, None].expand(-1, -1, 2, -1, -1)
+        k, v = k if self.whole else k.flatten(1, 2), v.repeat_interleave(2, 1)
+        if self.behind == "a transpose":
+            return ((q @ k.transpose(2, 3)).softmax(-1) @ v).square().sum()
+        return F.scaled_dot_product_attention(q, 2 * k if self.behind == "a product" else k, v).square().sum()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("behind", ["a transpose", "a product", "nothing"])
+def test_a_repeat_without_a_gradient_stops_it(behind: str, whole: bool) -> None:
+    torch.manual_seed(0)
+    report = verify(Stopped(behind, whole).double(), [torch.randint(31, (2, 13))], cp_size=2, compiler="eager")
+    assert report.ok, report
