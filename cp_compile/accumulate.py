@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from cp_compile._compat import CustomGraphPass
-from cp_compile.turns import TURNS, order_of
+from cp_compile.passes.turns import TURNS, order_of
 
 __all__ = ["AddIntoProducts", "add_into_products"]
 

@@ -29,7 +29,7 @@ from cp_compile.passes.context import Context, Output
 from cp_compile.passes.editor import Editor, grad_modes, is_tensor, schema_arguments, take_place
 from cp_compile.passes.layouts import WHOLE, Sharded, local_shape, shape_of
 from cp_compile.passes.rules.reduction import accumulation_dtype
-from cp_compile.turns import TURNS, order_of
+from cp_compile.passes.turns import TURNS, order_of
 
 __all__ = ["chunk_loss", "chunks_for"]
 

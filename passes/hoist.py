@@ -25,7 +25,7 @@ from cp_compile.passes.layouts import Axis, Layout, PerQueryHead, Sharded, shape
 from cp_compile.passes.repeats import REPEAT, Repeat, repeat_of
 from cp_compile.passes.rules.attention import of_these_heads
 from cp_compile.passes.rules.op import LocalForm
-from cp_compile.turns import TURNS, order_of
+from cp_compile.passes.turns import TURNS, order_of
 
 __all__ = ["hoist"]
 

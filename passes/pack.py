@@ -23,7 +23,7 @@ from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, grad_modes, rewire, tensor_inputs
 from cp_compile.passes.layouts import Layout, Sharded, Size, local_shape, product, same, shape_of
 from cp_compile.passes.repeats import REPEAT
-from cp_compile.turns import TURNS
+from cp_compile.passes.turns import TURNS
 
 __all__ = ["pack"]
 

@@ -134,7 +134,7 @@ def test_by_hand_where_heads_do_not_divide(attend: Any) -> None:
 
 def test_by_hand_costs_what_one_call_costs() -> None:
     (hand,) = exact(lambda: LM(attend=by_hand), [tokens(16), tokens(16)])
-    (one,) = exact(lambda: LM(), [tokens(16), tokens(16)], exchange="separate")
+    (one,) = exact(lambda: LM(), [tokens(16), tokens(16)])
     assert hand.exchanges.forward == one.exchanges.forward
     assert hand.exchanges.backward == one.exchanges.backward
 
