@@ -611,7 +611,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "which kv heads a rank is sent",
             "heads_of_all_ranks(edit, want))",
             "edit.call(aten.remainder.Scalar, heads_of_all_ranks(edit, want), want.count))",
-            ("tests/passes/test_repeats.py::test_exact_and_no_more_than_is_needed",),
+            ("tests/passes/test_repeats.py::test_few_heads_whose_rows_are_last",),
         ),
         (
             "pads dropped in front",

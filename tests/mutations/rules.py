@@ -427,7 +427,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "heads inside the batch are exchanged, and no scores",
             "for heads in (_heads_inside(op, labels, cuts, label), size):",
             "for heads in (size,):",
-            ("tests/zoo/test_counts.py::test_keys_and_values_travel_with_their_own_heads[Bloom-False-2]",),
+            ("tests/zoo/test_counts.py::test_keys_and_values_travel_with_the_query[Bloom-right padding-2]",),
         ),
         (
             "pads in a contraction",

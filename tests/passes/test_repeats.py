@@ -195,3 +195,25 @@ def test_a_repeat_without_a_gradient_stops_it(behind: str, whole: bool) -> None:
     torch.manual_seed(0)
     report = verify(Stopped(behind, whole).double(), [torch.randint(31, (2, 13))], cp_size=2, compiler="eager")
     assert report.ok, report
+
+
+class TurnedKeys(nn.Module):
+    """Keys are turned, and read turned as well: they are exchanged as they lie, their rows last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 32)
+        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 8), nn.Linear(32, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (linear(x).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        turned = k.transpose(2, 3)
+        y = (q @ turned.repeat_interleave(4, 1)).softmax(-1) @ v.repeat_interleave(4, 1)
+        return y.square().sum() + turned.exp().sum()
+
+
+def test_few_heads_whose_rows_are_last() -> None:
+    torch.manual_seed(0)
+    report = verify(TurnedKeys().double(), [torch.randint(31, (2, 13))], cp_size=4, compiler="eager")
+    assert report.ok, report

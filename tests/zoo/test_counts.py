@@ -60,7 +60,7 @@ def test_a_mask_that_stays_is_built_once_as_bool_without_heads(batch: str) -> No
     ["Llama", "Qwen3", "Mistral, sliding", "Llama, eager", "Falcon, new decoder", "Falcon, one kv head", "Bloom",
      "DeepSeek-V3, dense", "Gemma-2", "gpt-oss"],
 )  # fmt: skip
-def test_keys_and_values_travel_with_their_own_heads_and_the_query(name: str, batch: str, cp_size: int) -> None:
+def test_keys_and_values_travel_with_the_query(name: str, batch: str, cp_size: int) -> None:
     """Bytes of q, k, v and the output, forward and backward: what each rank's query heads use, and no more.
 
     Two layers: two exchanges each way in each, under any mask, by torch's op or by hand; four where heads are folded
