@@ -43,6 +43,8 @@ __all__ = [
     "aot_halves",
     "autocast_kernel",
     "bytes_in_this_run",
+    "call_region",
+    "compiles_regions",
     "contains_collective",
     "contains_wait",
     "current_mesh",
@@ -205,6 +207,20 @@ def proxy_tracer() -> Any:
 
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer
+
+
+def compiles_regions() -> bool:
+    """Whether a graph is traced for a compiler that knows the regions in it by their names, and compiles each once.
+
+    Outside of a compilation nothing keeps the names; the C++ wrapper of inductor has no regions.
+    """
+    config: Any = torch._inductor.config
+    return proxy_tracer() is not None and TracingContext.try_get() is not None and not config.cpp_wrapper
+
+
+def call_region(body: Any, name: str, *operands: Any) -> tuple[Any, ...]:
+    """A node that calls ``body`` on tensors and sizes; all of one name are one body."""
+    return tuple(torch.ops.higher_order.invoke_subgraph(body, name, *operands))
 
 
 def record_custom_function(

@@ -15,6 +15,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -54,56 +55,107 @@ def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequenc
     """
     cp, axis = edit.context.cp_size, have.axis
     shapes = [local_shape(shape_of(value.meta["val"]), have) for value in values]
-    sent, heads = [], []
-    for value, shape, want in zip(values, shapes, wants, strict=True):
-        part, count = _by_rank(edit, value, shape, want)
-        sent.append(part)
-        heads.append(count)
-    batch, widths = shapes[0][:-3], [count * shape[-1] for count, shape in zip(heads, shapes, strict=True)]
-    buffer = _joined(edit, sent, widths)
+    alike, batch = _ranks_alike(wants, cp), shapes[0][:-3]
+    sent = [
+        _by_rank(edit, value, shape, want, alike, i)
+        for i, (value, shape, want) in enumerate(zip(values, shapes, wants, strict=True))
+    ]
+    sent.sort(key=lambda part: part.repeated)
+    parts = [part.value for part in sent if not part.repeated]
+    few = [part.value for part in sent if part.repeated]
+    if few:
+        value, width = _joined(edit, few)
+        whole = [cp // alike, alike, axis.chunk, *batch, width]
+        parts.append((edit.call(aten.expand.default, value, edit.sizes(whole)), width))
+    buffer, width = _joined(edit, parts)
+    if alike > 1:
+        buffer = edit.call(aten.reshape.default, buffer, edit.sizes([cp, axis.chunk, *batch, width]))
     rows = edit.all_to_all(buffer)
-    rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, sum(widths)]))
+    rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, width]))
     if axis.has_pads(cp):
         rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))
-    parts = _parts(edit, rows, widths)
-    found = []
-    for part, count, shape in zip(parts, heads, shapes, strict=True):
-        ndim = len(shape)
-        part = edit.call(aten.reshape.default, part, edit.sizes([axis.size, *batch, count, shape[-1]]))
-        found.append(edit.call(aten.permute.default, part, [*range(1, ndim - 2), ndim - 2, 0, ndim - 1]))
-    return found
+    found = {}
+    for part, node in zip(sent, _parts(edit, rows, [part.width for part in sent]), strict=True):
+        width, ndim = shapes[part.place][-1], len(batch) + 3
+        node = edit.call(aten.reshape.default, node, edit.sizes([axis.size, *batch, part.heads, width]))
+        found[part.place] = edit.call(aten.permute.default, node, [*range(1, ndim - 2), ndim - 2, 0, ndim - 1])
+    return [found[i] for i in range(len(values))]
 
 
-def _heads_of_ranks(edit: Editor, value: Node, shape: tuple[Size, ...], want: PerQueryHead) -> Node:
-    """The kv heads that each rank is sent, rank by rank: as many ranks in a row take each, or by an index."""
+@dataclass(frozen=True)
+class _Sent:
+    """A value as it is sent.
+
+    Attributes:
+        place: among the values.
+        node: ``[cp, L, *, width]``; with ranks that are ``alike``, ``[cp / alike, alike or 1, L, *, width]``.
+        heads: of a rank.
+        width: of them.
+        repeated: whether all ranks that are alike are sent the same, which is there once.
+    """
+
+    place: int
+    node: Node
+    heads: Size
+    width: Size
+    repeated: bool
+
+    @property
+    def value(self) -> tuple[Node, Size]:
+        return self.node, self.width
+
+
+def _ranks_alike(wants: Sequence[Layout], cp: int) -> int:
+    """How many ranks in a row are sent the same heads of some values, where that is one number for all; else 1."""
+    few = [want for want in wants if isinstance(want, PerQueryHead)]
+    counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in few}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout, alike: int, place: int) -> _Sent:
+    """What each rank is sent of ``[*, H, L, d]``."""
     cp, dim = edit.context.cp_size, len(shape) - 3
-    if want.evenly(cp) is None:
-        return edit.call(aten.index_select.default, value, dim, heads_of_all_ranks(edit, want))
-    *batch, heads, rows, width = shape
-    value = edit.call(aten.unsqueeze.default, value, dim + 1)
-    value = edit.call(aten.expand.default, value, edit.sizes([*batch, heads, cp // want.kv_heads, rows, width]))
-    return edit.call(aten.reshape.default, value, edit.sizes([*batch, cp, rows, width]))
+    *batch, _, rows, width = shape
+    count: Size
+    ranks, repeated = [cp] if alike == 1 else [cp // alike, alike], False
+    if isinstance(want, PerQueryHead):
+        count, repeated = want.count, alike > 1
+        if repeated:
+            ranks = [cp // alike, 1]
+        else:
+            value = edit.call(aten.index_select.default, value, dim, heads_of_all_ranks(edit, want))
+    elif isinstance(want, Sharded):
+        count, value = want.axis.chunk, _whole_chunks(edit, value, want.axis, dim)
+    else:
+        raise InvariantError(f"an exchange to {want} by heads")
+    behind = dim + len(ranks)
+    split = edit.call(aten.reshape.default, value, edit.sizes([*batch, *ranks, count, rows, width]))
+    split = edit.call(aten.permute.default, split, [*range(dim, behind), behind + 1, *range(dim), behind, behind + 2])
+    split = edit.call(aten.reshape.default, split, edit.sizes([*ranks, rows, *batch, count * width]))
+    split.meta["cp_join"] = place
+    return _Sent(place, split, count, count * width, repeated)
 
 
-def _joined(edit: Editor, values: Sequence[Node], widths: Sequence[Size]) -> Node:
-    """Values side by side in their last dim.
+def _joined(edit: Editor, values: Sequence[tuple[Node, Size]]) -> tuple[Node, Size]:
+    """Values side by side in their last dim, each with its width.
 
     For inductor, padded with zeros and added up: that is one kernel, which computes the values too where they are
     computed by element (rotary embeddings), and a concatenation would copy each. No bit changes but the sign of a zero.
+    What is repeated is joined before it is, and added by a kernel that repeats it: inductor makes no kernel of its own
+    of that.
     """
+    total = sum(width for _, width in values)
     if len(values) == 1:
         return values[0]
     if edit.context.options.compiler != "inductor":
-        for i, value in enumerate(values):
-            value.meta["cp_join"] = i
-        return edit.call(aten.cat.default, list(values), -1)
-    padded, before, behind = [], 0, sum(widths)
-    for i, (value, width) in enumerate(zip(values, widths, strict=True)):
-        behind = behind - width
+        return edit.call(aten.cat.default, [value for value, _ in values], -1), total
+    padded, before = [], 0
+    for value, width in values:
+        behind = total - before - width
         padded.append(edit.call(aten.constant_pad_nd.default, value, [edit.size(before), edit.size(behind)]))
-        padded[-1].meta["cp_join"] = i
+        padded[-1].meta.update({key: value.meta[key] for key in ("cp_join",) if key in value.meta})
         before = before + width
-    return functools.reduce(lambda joined, part: edit.call(aten.add.Tensor, joined, part), padded)
+    return functools.reduce(lambda joined, part: edit.call(aten.add.Tensor, joined, part), padded), total
 
 
 def _parts(edit: Editor, value: Node, widths: Sequence[Size]) -> list[Node]:
@@ -116,22 +168,6 @@ def _parts(edit: Editor, value: Node, widths: Sequence[Size]) -> list[Node]:
     ends = list(itertools.accumulate(widths))
     bounds = zip([0, *ends], ends)
     return [edit.call(aten.slice.Tensor, value, -1, edit.size(start), edit.size(end)) for start, end in bounds]
-
-
-def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout) -> tuple[Node, Size]:
-    """``[cp, L, *, heads of a rank * d]`` of ``[*, H, L, d]``, and how many heads that is."""
-    cp, dim = edit.context.cp_size, len(shape) - 3
-    *batch, _, rows, width = shape
-    count: Size
-    if isinstance(want, PerQueryHead):
-        value, count = _heads_of_ranks(edit, value, shape, want), want.count
-    elif isinstance(want, Sharded):
-        count, value = want.axis.chunk, _whole_chunks(edit, value, want.axis, dim)
-    else:
-        raise InvariantError(f"an exchange to {want} by heads")
-    split = edit.call(aten.reshape.default, value, edit.sizes([*batch, cp, count, rows, width]))
-    split = edit.call(aten.permute.default, split, [dim, dim + 2, *range(dim), dim + 1, dim + 3])
-    return edit.call(aten.reshape.default, split, edit.sizes([cp, rows, *batch, count * width])), count
 
 
 def to_rows(edit: Editor, value: Node, have: Sharded, want: Sharded) -> Node:

@@ -272,6 +272,8 @@ def _replace(module: GraphModule, context: Context, head: _Head, outputs: dict[i
     dtype = accumulation_dtype(loss_dtype)
     with edit.before(head.total, like=head.loss):
         hidden = edit.call(aten.reshape.default, head.hidden, [-1, edit.size(shape_of(head.hidden.meta["val"])[-1])])
+        shapes = [shape_of(value.meta["val"]) for value in (head.hidden, head.weight)]
+        symbols = {symbol for size in itertools.chain(*shapes) for symbol in sympy.sympify(size).free_symbols}
         target = edit.call(aten.where.ScalarOther, head.mask, arguments["target"], arguments["ignore_index"])
         new = edit.call(
             CHUNKED_CROSS_ENTROPY,
@@ -280,6 +282,7 @@ def _replace(module: GraphModule, context: Context, head: _Head, outputs: dict[i
             head.bias,
             edit.call(aten.reshape.default, target, [-1]),
             arguments["weight"],
+            edit.sizes(sorted(symbols, key=str)),
             list(head.steps),
             arguments["ignore_index"],
             arguments["label_smoothing"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import cp_compile
 from benchmarks.zoo.batches import batch_of
 from benchmarks.zoo.models import MODELS, build
+from cp_compile._compat import aot_eager, min_cut
 from cp_compile.absent import NotComputed
 from cp_compile.errors import OptionError, RefusedError
 from cp_compile.options import Options
@@ -260,3 +262,105 @@ def test_what_the_backward_computes() -> None:
     counts = [sum(n.target is torch.ops.aten.mm.default for n in graph.graph.nodes) for graph in parts.graphs]
     assert counts == [8, 8]
     assert len(sizes(parts)) < 400
+
+
+# -- regions ---------------------------------------------------------------------------------------------------------
+
+
+def plain(hidden: Tensor, w: Tensor, b: Tensor | None, y: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    logits = 30 * torch.tanh((hidden @ w.t() if b is None else hidden @ w.t() + b) / 30)
+    return 2 * F.cross_entropy(logits, y, weight, reduction="sum", label_smoothing=smoothing)
+
+
+def in_regions(*operands: Any, chunks: int) -> Tensor:
+    hidden, w, b, y, weight, smoothing = operands
+    how = (["div 30.0", "tanh", "mul 30.0"], -100, smoothing, hidden.dtype, chunks, 0)
+    total: Tensor = CHUNKED_CROSS_ENTROPY(hidden, w, b, y, weight, [*hidden.shape, *w.shape], *how)
+    return 2 * total
+
+
+class Regions:
+    """A backend of Dynamo's that keeps AOTAutograd's graphs, and runs or compiles them."""
+
+    def __init__(self, compiler: str) -> None:
+        self.compiler = compiler
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
+            self.graphs.append(copy.deepcopy(graph))
+            return compile_fx_inner(graph, inputs, **keywords)
+
+        if self.compiler == "inductor":
+            return compile_fx(module, inputs, inner_compile=keep)
+        return aot_eager(module, inputs, self.split)
+
+    def split(self, joint: torch.fx.GraphModule, inputs: Any, **keywords: Any) -> Any:
+        halves = min_cut(joint, inputs, **keywords)
+        self.graphs.extend(halves)
+        return halves
+
+    @property
+    def calls(self) -> list[torch.fx.Node]:
+        op = torch.ops.higher_order.invoke_subgraph
+        return [node for graph in self.graphs for node in graph.graph.find_nodes(op="call_function", target=op)]
+
+    @property
+    def bodies(self) -> set[str]:
+        return {str(node.args[1]) for node in self.calls}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "dynamic", "bias", "weight", "smoothing"),
+    [
+        ("aot_eager", False, True, True, 0.1),
+        ("aot_eager", False, False, True, 0.0),
+        ("aot_eager", True, True, False, 0.1),
+        ("inductor", True, True, True, 0.1),
+    ],
+)
+def test_a_compiler_sees_a_chunk_and_a_block_once(
+    compiler: str, dynamic: bool, bias: bool, weight: bool, smoothing: float
+) -> None:
+    """Of three chunks of the rows and three blocks of the classes, the last ones filled up; every gradient."""
+    backend = Regions(compiler)
+    step = torch.compile(functools.partial(in_regions, chunks=3), backend=backend, fullgraph=True, dynamic=dynamic)
+    for length in (13, 16) if dynamic else (13,):
+        torch.manual_seed(length)
+        draw = lambda *shape: torch.randn(*shape, dtype=torch.float64).requires_grad_()
+        operands = [draw(length, WIDTH), draw(CLASSES, WIDTH), draw(CLASSES) if bias else None]
+        labels = torch.randint(CLASSES, (length,))
+        labels[::5] = -100
+        rest = labels, WEIGHT if weight else None, smoothing
+        leaves = [x for x in operands if x is not None]
+        right, got = plain(*operands, *rest), step(*operands, *rest)
+        assert relative_error(got.detach(), right.detach()) < 1e-13
+        for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(right, leaves), strict=True):
+            assert relative_error(a, b) < 1e-12
+    assert len(backend.graphs) == 2
+    assert (len(backend.calls), len(backend.bodies)) == (6, 2)
+
+
+def test_the_cpp_wrapper_of_inductor_gets_no_regions() -> None:
+    backend = Regions("aot_eager")
+    hidden, w, labels = head(13)
+    step = torch.compile(functools.partial(in_regions, chunks=3), backend=backend, fullgraph=True)
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        step(hidden[0].requires_grad_(), w.requires_grad_(), None, labels[0], None, 0.0)
+    assert backend.graphs
+    assert not backend.calls
+
+
+def test_two_losses_in_one_graph() -> None:
+    """Of as many rows, and of other classes."""
+    backend = Regions("aot_eager")
+    hidden, w, labels = head(13)
+    hidden, labels, narrow = hidden[0].requires_grad_(), labels[0].clamp(max=6), w[:7].clone()
+    both = lambda f: f(hidden, w, None, labels, None, 0.0) + f(hidden, narrow, None, labels, None, 0.0)
+    step = torch.compile(lambda: both(functools.partial(in_regions, chunks=3)), backend=backend, fullgraph=True)
+    right, got = both(plain), step()
+    assert relative_error(got.detach(), right.detach()) < 1e-13
+    assert relative_error(*(torch.autograd.grad(x, hidden)[0] for x in (got, right))) < 1e-12
+    assert len(backend.bodies) == 2

@@ -35,6 +35,13 @@ MUTANTS: tuple[Mutant, ...] = (
             (f"{_MEMORY}::test_joined_by_pads",),
         ),
         (
+            "repeated before joined",
+            "what several ranks are sent alike is joined once, and no copy is a kernel of its own",
+            "counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in few}",
+            "counts = {1}",
+            ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[8-True]",),
+        ),
+        (
             "rows of other ranks",
             "pads of the rows are dropped where they become whole",
             "rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))",
@@ -146,6 +153,23 @@ MUTANTS: tuple[Mutant, ...] = (
             "order.insert(order.index(exchange) + 1, chosen)",
             "order.append(chosen)",
             ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[2]",),
+        ),
+    ),
+    *_of(
+        "cp_compile/region",
+        (
+            "another region's body",
+            "a region is another one on operands of another form",
+            """f"{self._name}: {', '.join(forms)}\"""",
+            "self._name",
+            (f"{_CHUNKED}::test_two_losses_in_one_graph",),
+        ),
+        (
+            "sizes of no symbols",
+            "a region is given the symbols that its sizes are made of",
+            "*symbols, *given.values())",
+            "*given.values())",
+            (f"{_CHUNKED}::test_a_compiler_sees_a_chunk_and_a_block_once[inductor-True-True-True-0.1]",),
         ),
     ),
     *_of(
