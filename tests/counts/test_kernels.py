@@ -31,6 +31,9 @@ def test_layout_copies_exchanges_and_what_runs_under_them(cp_size: int, as_on_gp
     # Of the size of hidden states, or a part of them as large as k: the rest is of single rows and of the loss.
     copies = [[k for k in half if k.kind == "layout" and k.elements >= hidden // 8] for half in (forward, backward)]
     assert [len(half) for half in copies] == COPIES[as_on_gpus], copies
+    sends = [kernel.kind for kernel in forward].index("exchange")
+    writers = [kernel for kernel in forward[:sends] if "constant_pad_nd" in kernel.names]
+    assert len(writers) == 1, writers
     for half in (forward, backward):
         assert sum(kernel.kind == "exchange" for kernel in half) == 2
     for i, kernel in enumerate(backward):

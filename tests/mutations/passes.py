@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "repeated before joined",
-            "what several ranks are sent alike is joined once, and no copy is a kernel of its own",
+            "what several ranks are sent alike is joined once, and one kernel writes all that is sent",
             "counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in few}",
             "counts = {1}",
             ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[8-True]",),
@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "a weight gradient runs while an exchange is on its way",
             "order.insert(order.index(exchange) + 1, chosen)",
             "order.append(chosen)",
-            ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[2]",),
+            ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[2-True]",),
         ),
     ),
     *_of(
