@@ -3,10 +3,10 @@
     q', k', v' = exchange(q), exchange(k), exchange(v)          q', k', v' = exchange(q, k, v)
     attention(q', k', v')                                ->     attention(q', k', v')
 
-Attention may be one op or written by hand, its heads repeated or turned behind the exchange: what travels together is
-all that is computed before the first of it is needed. Two all-to-alls a layer in place of four. Three run one after
-another where that is worth more: each can start as soon as its own value is there, under what computes the next one.
-``exchange`` makes those; both forms are exact.
+Attention may be one op or written by hand, its heads repeated, turned or cast behind the exchange: what travels
+together is all that is computed before the first of it is needed. Two all-to-alls a layer in place of four. Three run
+one after another where that is worth more: each can start as soon as its own value is there, under what computes the
+next one. ``exchange`` makes those; both forms are exact.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cp_compile._compat import size_in_this_run
 from cp_compile.passes.by_heads import is_to_heads, to_heads
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, grad_modes, rewire, tensor_inputs
+from cp_compile.passes.hoist import widens
 from cp_compile.passes.layouts import Layout, Sharded, Size, local_shape, product, same, shape_of
 from cp_compile.passes.repeats import REPEAT
 from cp_compile.passes.turns import TURNS
@@ -101,14 +102,16 @@ def _travels(module: GraphModule) -> list[_Travel]:
 
 
 def _needed(users: Sequence[Node], modes: dict[Node, bool]) -> Node:
-    """The first op that needs what is sent: repeats and transposes of it can wait until then."""
+    """The first op that needs what is sent: repeats, transposes and casts of it can wait until then."""
     behind = [user if not _waits(user, modes) else _needed(list(user.users), modes) for user in users]
     return min(behind)
 
 
 def _waits(node: Node, modes: dict[Node, bool]) -> bool:
     """Whether a node computes the same further behind."""
-    return node.target in (REPEAT, *TURNS) and all(modes[user] == modes[node] for user in node.users)
+    if not node.users or any(modes[user] != modes[node] for user in node.users):
+        return False
+    return node.target in (REPEAT, *TURNS) or widens(node)
 
 
 def _is_alike(a: _Travel, b: _Travel, modes: dict[Node, bool]) -> bool:

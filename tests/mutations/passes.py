@@ -440,6 +440,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "if False:",
             (f"{_MEMORY}::test_what_travels_together[changes5-1-64]",),
         ),
+        (
+            "cast before it travels",
+            "what is cast to a wider dtype travels as it was",
+            "elif widens(node):",
+            "elif False:",
+            (f"{_MEMORY}::test_what_travels_together[changes8-1-64]",),
+        ),
     ),
     *_of(
         "passes/rules/attention",

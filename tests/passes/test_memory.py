@@ -82,9 +82,11 @@ class Attend(nn.Module):
                 k = k * 2
             k = k.repeat_interleave(2, 1)
             mask = (ids != 3)[:, None, None]
-            if self.way == "by hand":
+            if self.way == "wide":
+                q, k = q.double(), k.double()
+            if self.way in ("by hand", "wide"):
                 scores = (q @ k.transpose(2, 3)).masked_fill(~mask, float("-inf"))
-                return (scores.softmax(-1) @ v).square().sum()
+                return (scores.softmax(-1).to(v.dtype) @ v).square().sum()
             return F.scaled_dot_product_attention(q, k, v, mask).square().sum()
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.twice:
@@ -103,18 +105,20 @@ class Attend(nn.Module):
         ({"way": "by hand"}, 1, 64),
         ({"way": "late"}, 1, 64),  # values are repeated before keys are there
         ({"way": "stopped"}, 2, 64),  # values are repeated without a gradient
+        ({"way": "wide"}, 1, 64),  # queries and keys are cast to float64 before they are multiplied
     ],
 )
 def test_what_travels_together(changes: dict[str, Any], count: int, width: int) -> None:
     """``width``: numbers that leave a row."""
     torch.manual_seed(0)
-    model = Attend(**changes).double()
+    model = Attend(**changes).to(torch.float32 if changes.get("way") == "wide" else torch.float64)
     module = graph(model, tokens(13))
     results = 2 if "twice" in changes else 1
     sent = module.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
     assert len(sent) == count + results
     back = 4 * model.width * results
     assert sum(node.args[0].meta["val"].numel() for node in sent) == 2 * 7 * (width + back)
+    assert {node.args[0].meta["val"].dtype for node in sent} == {model.q.weight.dtype}
     report = cp_compile.verify(model, [tokens(13)], cp_size=2, compiler="eager")
     assert report.ok, report
 
