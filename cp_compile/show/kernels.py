@@ -12,7 +12,7 @@ any more, if no other result of the loop reads it (``torch/_inductor/scheduler.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,19 +101,20 @@ class Kernels:
             found[value] = max([*steps, self.step_of(value)])
         return found
 
-    def overwritten(self, ends: Mapping[Any, int], sizes: Mapping[Any, Size]) -> Iterator[tuple[Any, int]]:
+    def overwritten(
+        self, ends: Mapping[Any, int], sizes: Mapping[Any, Size], kept: Collection[Any]
+    ) -> Iterator[tuple[Any, int]]:
         """Operands that a result is written over, each with the step of its loop.
 
         Args:
             ends: when each value is read last.
-            sizes: bytes of what may be written over, and of results.
+            sizes: bytes of what the step makes.
+            kept: what nothing is written over.
         """
         for loop in self.loops:
-            free = [
-                operand
-                for operand in dict.fromkeys(operand for operands in loop.results.values() for operand in operands)
-                if operand in sizes and operand not in loop.results and ends[operand] == loop.step
-            ]
+            operands = dict.fromkeys(operand for operands in loop.results.values() for operand in operands)
+            free = [x for x in operands if x in sizes and x not in kept and x not in loop.results]
+            free = [x for x in free if ends[x] == loop.step]
             for result in loop.results:
                 fitting = [x for x in free if loop.reads(x) == [result] and same(sizes[x], sizes[result])]
                 if fitting:

@@ -256,16 +256,11 @@ class _Table:
         used = {id_: made[0] for id_, made in self._made.items()} | self._kernels.ends(self._reads)
         self._made = {id_: (self._kernels.step_of(id_, made[0]), *made[1:]) for id_, made in self._made.items()}
         sizes = {id_: made[1] for id_, made in self._made.items()}
-        free = {id_: size for id_, size in sizes.items() if kinds.get(id_) not in ("output", "gradient")}
-        results = {result for loop in self._kernels.loops for result in loop.results}
-        used.update(
-            (operand, step - 1)
-            for operand, step in list(self._kernels.overwritten(used, {**free, **{r: sizes[r] for r in results}}))
-            if operand in free
-        )
+        kept = {id_ for id_, kind in kinds.items() if kind in ("output", "gradient")}
+        used.update([(operand, step - 1) for operand, step in self._kernels.overwritten(used, sizes, kept)])
         for id_, parts in self._joins.items():
             # What a kernel of its own (a matmul) makes for a join alone is written where the join holds it.
-            own = [part for part in parts if part in self._made and kinds.get(part) not in ("output", "gradient")]
+            own = [part for part in parts if part in self._made and part not in kept]
             start, size, op, module = self._made[id_]
             self._made[id_] = (min((self._made[part][0] for part in own), default=start), size, op, module)
             for part in own:
@@ -273,7 +268,7 @@ class _Table:
         storages = []
         for id_, (start, size, op, module) in self._made.items():
             kind = kinds.get(id_, "temporary")
-            end = last if kind in ("output", "gradient") else used[id_]
+            end = last if id_ in kept else used[id_]
             storages.append(Storage(size, kind, module, start, end, op))
         return Memory(tuple(storages), tuple(self.steps))
 

@@ -62,8 +62,9 @@ def test_written_over_where_nothing_else_reads() -> None:
     ends = kernels.ends(reads)
     assert ends == {"gate": 3, "up": 3, "gradient": 3, "product": 9}
     # Each operand is read by two results or more.
-    assert list(kernels.overwritten(ends, dict.fromkeys([*reads, "of up", "of gate"], 32))) == []
+    assert list(kernels.overwritten(ends, dict.fromkeys([*reads, "of up", "of gate"], 32), ())) == []
     kernels.computed("last", 10, ["of gate", "product"], 8, alone=True)
     ends = kernels.ends({**reads, "of gate": {"last": 10}, "product": {"last": 10, 12: 12}})
-    assert list(kernels.overwritten(ends, dict.fromkeys([*ends, "last"], 32))) == [("of gate", 10)]
-    assert list(kernels.overwritten(ends, {**dict.fromkeys(ends, 32), "last": 16})) == []
+    assert list(kernels.overwritten(ends, dict.fromkeys([*ends, "last"], 32), ())) == [("of gate", 10)]
+    assert list(kernels.overwritten(ends, dict.fromkeys([*ends, "last"], 32), {"of gate"})) == []
+    assert list(kernels.overwritten(ends, {**dict.fromkeys(ends, 32), "last": 16}, ())) == []
