@@ -247,7 +247,8 @@ def chunks_for(classes: int, width: int, itemsize: int, rows: int) -> int:
 
     One, where the logits in float32 are no more than eight times the hidden states: a layer's backward holds more, and
     the peak lies there. Else the next power of two that makes those of a chunk no larger than the hidden states: at
-    most 64, since compiling takes longer with each, and none of fewer than 32 rows, of which a matmul would be slow.
+    most 64, since compiling takes a little longer with each, and none of fewer than 32 rows, of which a matmul would be
+    slow.
     """
     ratio = -(-4 * classes // (width * itemsize))
     most = min(_MOST, max(1, rows // _FEWEST_ROWS)) if ratio > _HARMLESS else 1
