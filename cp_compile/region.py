@@ -36,7 +36,7 @@ class Region:
 
         Args:
             operands: by the names of the body's arguments; those that are ``None`` are left out.
-            sizes: of whose symbols the operands' sizes are made, in a trace where lengths are symbolic.
+            sizes: where lengths are symbolic, every symbol of which the operands' sizes are made; numbers say nothing.
         """
         given = {key: value for key, value in operands.items() if value is not None}
         if not compiles_regions():

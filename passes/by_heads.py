@@ -60,18 +60,18 @@ def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequenc
         _by_rank(edit, value, shape, want, alike, i)
         for i, (value, shape, want) in enumerate(zip(values, shapes, wants, strict=True))
     ]
-    sent.sort(key=lambda part: part.repeated)
-    parts = [part.value for part in sent if not part.repeated]
-    few = [part.value for part in sent if part.repeated]
-    if few:
-        value, width = _joined(edit, few)
+    sent.sort(key=lambda part: part.repeated)  # in the buffer, what is repeated lies behind the rest
+    parts = [part.with_width for part in sent if not part.repeated]
+    shared = [part.with_width for part in sent if part.repeated]
+    if shared:
+        node, width = _joined(edit, shared)
         whole = [cp // alike, alike, axis.chunk, *batch, width]
-        parts.append((edit.call(aten.expand.default, value, edit.sizes(whole)), width))
-    buffer, width = _joined(edit, parts)
+        parts.append((edit.call(aten.expand.default, node, edit.sizes(whole)), width))
+    buffer, total = _joined(edit, parts)
     if alike > 1:
-        buffer = edit.call(aten.reshape.default, buffer, edit.sizes([cp, axis.chunk, *batch, width]))
+        buffer = edit.call(aten.reshape.default, buffer, edit.sizes([cp, axis.chunk, *batch, total]))
     rows = edit.all_to_all(buffer)
-    rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, width]))
+    rows = edit.call(aten.reshape.default, rows, edit.sizes([cp * axis.chunk, *batch, total]))
     if axis.has_pads(cp):
         rows = edit.call(aten.slice.Tensor, rows, 0, edit.size(axis.start), edit.size(axis.start + axis.size))
     found = {}
@@ -88,9 +88,10 @@ class _Sent:
 
     Attributes:
         place: among the values.
-        node: ``[cp, L, *, width]``; with ranks that are ``alike``, ``[cp / alike, alike or 1, L, *, width]``.
-        heads: of a rank.
-        width: of them.
+        node: ``[cp, L, *, width]``; with ranks that are ``alike``, ``[cp / alike, alike, L, *, width]``, and with 1 in
+            the place of ``alike`` where it is repeated.
+        heads: that a rank is sent.
+        width: numbers in a row of theirs.
         repeated: whether all ranks that are alike are sent the same, which is there once.
     """
 
@@ -101,23 +102,33 @@ class _Sent:
     repeated: bool
 
     @property
-    def value(self) -> tuple[Node, Size]:
+    def with_width(self) -> tuple[Node, Size]:
         return self.node, self.width
 
 
 def _ranks_alike(wants: Sequence[Layout], cp: int) -> int:
     """How many ranks in a row are sent the same heads of some values, where that is one number for all; else 1."""
-    few = [want for want in wants if isinstance(want, PerQueryHead)]
-    counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in few}
+    shared = [want for want in wants if isinstance(want, PerQueryHead)]
+    counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in shared}
     return counts.pop() if len(counts) == 1 else 1
 
 
 def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout, alike: int, place: int) -> _Sent:
-    """What each rank is sent of ``[*, H, L, d]``."""
+    """What each rank is sent of a value ``[*, H, L, d]``.
+
+    Args:
+        edit: where to insert.
+        value: cut in its rows.
+        shape: its local shape.
+        want: the layout that it is wanted in.
+        alike: how many ranks in a row are sent the same heads of few.
+        place: of the value among those that are sent.
+    """
     cp, dim = edit.context.cp_size, len(shape) - 3
     *batch, _, rows, width = shape
     count: Size
-    ranks, repeated = [cp] if alike == 1 else [cp // alike, alike], False
+    ranks = [cp] if alike == 1 else [cp // alike, alike]
+    repeated = False
     if isinstance(want, PerQueryHead):
         count, repeated = want.count, alike > 1
         if repeated:
@@ -153,7 +164,8 @@ def _joined(edit: Editor, values: Sequence[tuple[Node, Size]]) -> tuple[Node, Si
     for value, width in values:
         behind = total - before - width
         padded.append(edit.call(aten.constant_pad_nd.default, value, [edit.size(before), edit.size(behind)]))
-        padded[-1].meta.update({key: value.meta[key] for key in ("cp_join",) if key in value.meta})
+        if "cp_join" in value.meta:
+            padded[-1].meta["cp_join"] = value.meta["cp_join"]
         before = before + width
     return functools.reduce(lambda joined, part: edit.call(aten.add.Tensor, joined, part), padded), total
 

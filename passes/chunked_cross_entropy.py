@@ -67,7 +67,7 @@ def _form_of_part(x: Tensor, start: Any, size: Any, after: Tensor | None) -> Ten
 def _parts(size: Any, count: int) -> tuple[Any, Iterator[Any]]:
     """How long each of ``count`` parts is, the last one filled up, and where each begins.
 
-    Of a size that is known, those that would be empty are left out.
+    Of a size that is known, those that would be empty are left out; of a symbolic one, they are zeros.
     """
     length = (size + count - 1) // count
     if isinstance(size, int):
@@ -284,12 +284,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, target, class_weight, lse, of_hidden = ctx.saved_tensors
         how: _How = ctx.how
+        rows = _Rows.of(target, class_weight, weight.shape[0], how)
+        # Where no label counts, a mean divides by zero: nothing of that reaches a row that does not count.
+        times: Callable[[Tensor], Tensor] = lambda x: torch.where(rows.valid, x * gradient, 0)
         if of_hidden is not None:
-            of_hidden = (of_hidden * gradient).to(of_hidden.dtype)
+            of_hidden = torch.where(rows.valid[:, None], of_hidden * gradient, 0).to(of_hidden.dtype)
         if not ctx.wanted[1]:
             return of_hidden, *[None] * 7
-        rows = _Rows.of(target, class_weight, weight.shape[0], how)
-        rows = replace(rows, of_all=rows.of_all * gradient, of_target=rows.of_target * gradient)
+        rows = replace(rows, of_all=times(rows.of_all), of_target=times(rows.of_target))
         each = None if rows.each is None else rows.each * gradient
         block = Region(f"block of a loss, {how}", functools.partial(_of_block, how))
         classes = torch.arange(weight.shape[0], device=hidden.device)
@@ -321,21 +323,25 @@ def _differentiable(
     target: Tensor,
     class_weight: Tensor | None,
     sizes: Sequence[Any],
-    *how: Any,
+    *options: Any,
 ) -> Tensor:
     head = weight.requires_grad or (bias is not None and bias.requires_grad)
     wanted = (hidden.requires_grad, head) if torch.is_grad_enabled() else (False, False)
-    return _total(hidden, weight, bias, target, class_weight, sizes, how, wanted)
+    how = _how(*options)
+    total: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, target, class_weight, sizes, how, wanted)
+    return total
 
 
 def _in_inference(*args: Any) -> Tensor:
-    return _total(*args[:6], args[6:], (False, False))
-
-
-def _total(*args: Any) -> Tensor:
-    *operands, (steps, *how, _), wanted = args
-    total: Tensor = _ChunkedCrossEntropy.apply(*operands, _How(tuple(steps), *how), wanted)
+    total: Tensor = _ChunkedCrossEntropy.apply(*args[:6], _how(*args[6:]), (False, False))
     return total
+
+
+def _how(
+    steps: Sequence[str], ignore_index: int, smoothing: float, dtype: torch.dtype, chunks: int, revision: int
+) -> _How:
+    del revision
+    return _How(tuple(steps), ignore_index, smoothing, dtype, chunks)
 
 
 _library.impl("part", _part, "CompositeExplicitAutograd")

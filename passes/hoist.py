@@ -6,8 +6,7 @@
 
 An analysis, like ``place``: it changes layouts and no node. Each rank is sent the distinct heads that it needs, which
 is the least (GQA, arXiv:2305.13245). It is made above a transpose too, where what is turned is ``[*, K, S, d]``: a key
-that attention by hand turns can then travel with the query; and above a cast to a wider dtype, where each head has one
-rank, so that fewer bytes travel.
+that attention by hand turns can then travel with the query.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ from cp_compile.passes.rules.attention import of_these_heads
 from cp_compile.passes.rules.op import LocalForm
 from cp_compile.passes.turns import TURNS, order_of
 
-__all__ = ["hoist", "widens"]
-
-_CAST = torch.ops.aten._to_copy.default
+__all__ = ["hoist"]
 
 
 def hoist(module: GraphModule, context: Context) -> GraphModule:
-    """Gives repeats, transposes and casts that are only wanted by heads a layout by heads. Idempotent."""
+    """Gives repeats and transposes that are only wanted by heads a layout by heads. Idempotent."""
     for node in reversed(module.graph.nodes):  # a repeat behind a transpose first
         have = next(iter(node.meta.get("cp_layout", ())), None)  # a size has none
         if not isinstance(have, Sharded):
@@ -45,8 +42,6 @@ def hoist(module: GraphModule, context: Context) -> GraphModule:
             continue
         if node.target in TURNS:
             _above_a_turn(node, want)
-        elif widens(node):
-            _above_a_cast(node, want)
         elif node.target is REPEAT and (repeat := repeat_of(node)) is not None:
             _above_a_repeat(node, repeat, want, context.cp_size)
     return module
@@ -69,21 +64,6 @@ def _above_a_turn(node: Node, want: Sharded | PerQueryHead) -> None:
     above = replace(want, dim=order_of(node)[want.dim])
     if is_to_heads(source.meta["cp_layout"][0], above, source.meta["val"].ndim):
         node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(above,))
-
-
-def _above_a_cast(node: Node, want: Sharded | PerQueryHead) -> None:
-    # The gradients of a head that several ranks hold are summed as wide as they are made.
-    source: Node = node.args[0]  # type: ignore[assignment]
-    if isinstance(want, Sharded) and is_to_heads(source.meta["cp_layout"][0], want, source.meta["val"].ndim):
-        node.meta.update(cp_layout=(want,), cp_shown=(want,), cp_wants=(want,))
-
-
-def widens(node: Node) -> bool:
-    """Whether a node is a cast that keeps every number."""
-    if node.target is not _CAST or set(node.kwargs) != {"dtype"}:
-        return False
-    narrow, wide = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
-    return bool(narrow.is_floating_point and narrow != wide and torch.promote_types(narrow, wide) == wide)
 
 
 def _wants(user: Node, node: Node) -> list[Layout | None]:

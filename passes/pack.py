@@ -3,10 +3,11 @@
     q', k', v' = exchange(q), exchange(k), exchange(v)          q', k', v' = exchange(q, k, v)
     attention(q', k', v')                                ->     attention(q', k', v')
 
-Attention may be one op or written by hand, its heads repeated, turned or cast behind the exchange: what travels
-together is all that is computed before the first of it is needed. Two all-to-alls a layer in place of four. Three run
-one after another where that is worth more: each can start as soon as its own value is there, under what computes the
-next one. ``exchange`` makes those; both forms are exact.
+Attention may be one op or written by hand, its heads repeated or turned behind the exchange: what travels together is
+all that is computed before the first of it is needed. Two all-to-alls a layer in place of four. Three run one after
+another where that is worth more: each can start as soon as its own value is there, under what computes the next one.
+``exchange`` makes those; both forms are exact. What is cast to a wider dtype in front of attention travels before the
+cast, where all of it then has one dtype.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from cp_compile._compat import size_in_this_run
 from cp_compile.passes.by_heads import is_to_heads, to_heads
 from cp_compile.passes.context import Context
 from cp_compile.passes.editor import Editor, grad_modes, rewire, tensor_inputs
-from cp_compile.passes.hoist import widens
 from cp_compile.passes.layouts import Layout, Sharded, Size, local_shape, product, same, shape_of
 from cp_compile.passes.repeats import REPEAT
 from cp_compile.passes.turns import TURNS
@@ -41,16 +42,22 @@ class _Travel:
         value: cut in its rows.
         want: the layout that it is wanted in.
         users: what wants it so, in their order.
+        casts: whether the only user is a cast, which is given the layout too.
     """
 
     value: Node
     want: Layout
     users: list[Node] = field(default_factory=list)
+    casts: bool = False
 
     @property
     def have(self) -> Sharded:
         """The layout of the value."""
         return self.value.meta["cp_layout"][0]  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.meta["val"].dtype  # type: ignore[no-any-return]
 
     @property
     def width(self) -> Size:
@@ -61,27 +68,64 @@ class _Travel:
 
 def pack(module: GraphModule, context: Context) -> GraphModule:
     """Packs where the option ``exchange`` says so, and where that is the faster. Idempotent."""
-    if context.options.exchange == "separate":
-        return module
+    separate = context.options.exchange == "separate"
     edit = Editor(module, context, "pack")
-    for group in _groups(module):
+    for group in _groups(module, separate):
+        for travel in group:
+            if travel.casts:
+                (cast,) = travel.users
+                cast.meta.update(cp_layout=(travel.want,), cp_shown=(travel.want,), cp_wants=(travel.want,))
         if len(group) > 1 and (context.options.exchange == "packed" or _is_faster(edit, group)):
             _send(edit, group)
     return module
 
 
-def _groups(module: GraphModule) -> list[list[_Travel]]:
+def _groups(module: GraphModule, separate: bool) -> list[list[_Travel]]:
     """What may travel together: all of it is computed before any of it is needed, from the same rows."""
     modes = grad_modes(module)
     groups: list[list[_Travel]] = []
     for travel in _travels(module):
-        together = [*groups[-1], travel] if groups else [travel]
+        together = [*groups[-1], travel] if groups and not separate else [travel]
         users = [user for member in together for user in member.users]
-        if groups and _is_alike(travel, together[0], modes) and _last(together) < _needed(users, modes):
+        if len(together) > 1 and _is_alike(travel, together[0], modes) and _last(together) < _needed(users, modes):
             groups[-1] = together
         else:
             groups.append([travel])
-    return groups
+    return [part for group in groups for part in _of_one_dtype(group, modes)]
+
+
+def _of_one_dtype(group: list[_Travel], modes: dict[Node, bool]) -> list[list[_Travel]]:
+    """A group in front of its casts if that is of one dtype, or else as it is, divided by dtypes."""
+    narrow = [_before_the_cast(travel, modes) for travel in group]
+    if len({travel.dtype for travel in narrow}) == 1:
+        return [narrow]
+    parts: dict[torch.dtype, list[_Travel]] = {}
+    for travel in group:
+        parts.setdefault(travel.dtype, []).append(travel)
+    return list(parts.values())
+
+
+def _before_the_cast(travel: _Travel, modes: dict[Node, bool]) -> _Travel:
+    """What is cast in place of a cast to a wider dtype, if that is wanted by heads alone.
+
+    Heads that several ranks hold stay as they are: their gradients are added as wide as they are made.
+    """
+    cast = travel.value
+    if cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
+        return travel
+    source: Any = cast.args[0]
+    narrow = source.meta["val"].dtype
+    widens = narrow.is_floating_point and torch.promote_types(narrow, travel.dtype) == travel.dtype
+    alone = set(cast.users) == set(travel.users) and all(_wants_only(user, travel) for user in travel.users)
+    around = (source, cast, *cast.users)
+    if widens and alone and isinstance(travel.want, Sharded) and len({modes[node] for node in around}) == 1:
+        return _Travel(source, travel.want, [cast], casts=True)
+    return travel
+
+
+def _wants_only(user: Node, travel: _Travel) -> bool:
+    wanted = zip(tensor_inputs(user), user.meta["cp_wants"], strict=True)
+    return all(want == travel.want for value, want in wanted if value is travel.value)
 
 
 def _last(group: Sequence[_Travel]) -> Node:
@@ -102,16 +146,15 @@ def _travels(module: GraphModule) -> list[_Travel]:
 
 
 def _needed(users: Sequence[Node], modes: dict[Node, bool]) -> Node:
-    """The first op that needs what is sent: repeats, transposes and casts of it can wait until then."""
+    """The first op that needs what is sent: repeats and transposes of it can wait until then."""
     behind = [user if not _waits(user, modes) else _needed(list(user.users), modes) for user in users]
     return min(behind)
 
 
 def _waits(node: Node, modes: dict[Node, bool]) -> bool:
     """Whether a node computes the same further behind."""
-    if not node.users or any(modes[user] != modes[node] for user in node.users):
-        return False
-    return node.target in (REPEAT, *TURNS) or widens(node)
+    behind = [modes[user] for user in node.users]
+    return node.target in (REPEAT, *TURNS) and bool(behind) and all(mode == modes[node] for mode in behind)
 
 
 def _is_alike(a: _Travel, b: _Travel, modes: dict[Node, bool]) -> bool:
@@ -120,7 +163,6 @@ def _is_alike(a: _Travel, b: _Travel, modes: dict[Node, bool]) -> bool:
     batches = shape_of(one)[:-3], shape_of(other)[:-3]
     return (
         a.have == b.have
-        and one.dtype == other.dtype
         and modes[a.value] == modes[b.value]
         and len(batches[0]) == len(batches[1])
         and all(map(same, *batches))

@@ -37,7 +37,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "repeated before joined",
             "what several ranks are sent alike is joined once, and one kernel writes all that is sent",
-            "counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in few}",
+            "counts = {cp // want.kv_heads if want.evenly(cp) is not None else 1 for want in shared}",
             "counts = {1}",
             ("tests/counts/test_kernels.py::test_layout_copies_exchanges_and_what_runs_under_them[8-True]",),
         ),
@@ -71,6 +71,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "travel = found.setdefault((value, want), _Travel(value, want))",
             "travel = found.setdefault((value, node), _Travel(value, want))",
             (f"{_MEMORY}::test_what_travels_together[changes2-2-128]",),
+        ),
+        (
+            "cast before it travels",
+            "what is cast to a wider dtype travels as it was",
+            "if len({travel.dtype for travel in narrow}) == 1:",
+            "if False:",
+            (f"{_MEMORY}::test_what_travels_together[changes8-1-64]",),
+        ),
+        (
+            "added narrower",
+            "gradients of a head that several ranks hold are added as wide as they are made",
+            "isinstance(travel.want, Sharded) and len({modes",
+            "len({modes",
+            (f"{_MEMORY}::test_what_travels_together[changes9-2-64]",),
         ),
         (
             "repeats that cannot wait",
@@ -289,8 +303,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the loss's own gradient",
             "the kept gradient is multiplied by the one that comes in",
-            "of_hidden = (of_hidden * gradient).to(of_hidden.dtype)",
-            "of_hidden = of_hidden.clone()",
+            "of_hidden * gradient, 0)",
+            "of_hidden, 0)",
             (f"{_CHUNKED}::test_exact[flat-13]",),
         ),
         (
@@ -439,13 +453,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "if node.target in TURNS:",
             "if False:",
             (f"{_MEMORY}::test_what_travels_together[changes5-1-64]",),
-        ),
-        (
-            "cast before it travels",
-            "what is cast to a wider dtype travels as it was",
-            "elif widens(node):",
-            "elif False:",
-            (f"{_MEMORY}::test_what_travels_together[changes8-1-64]",),
         ),
     ),
     *_of(

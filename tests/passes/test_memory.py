@@ -60,9 +60,11 @@ def test_exact(options: dict[str, Any], sizes: tuple[int, int, int, int]) -> Non
 class Attend(nn.Module):
     """Attention of made-up q, k and v: by torch's op, by hand behind repeated heads, or with a mask behind them."""
 
-    def __init__(self, width_of_value: int = 8, twice: bool = False, freeze: bool = False, way: str = "") -> None:
+    def __init__(
+        self, width_of_value: int = 8, twice: bool = False, freeze: bool = False, way: str = "", few: int = 2
+    ) -> None:
         super().__init__()
-        self.kv_heads = 2 if way else 4
+        self.kv_heads = few if way else 4
         self.embed = nn.Embedding(64, 32)
         self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 8 * self.kv_heads)
         self.v = nn.Linear(32, self.kv_heads * width_of_value)
@@ -77,14 +79,14 @@ class Attend(nn.Module):
             v = self.v(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)
         if self.way:
             with torch.set_grad_enabled(self.way != "stopped"):
-                v = v.repeat_interleave(2, 1)
+                v = v.repeat_interleave(4 // self.kv_heads, 1)
             if self.way in ("late", "stopped"):
                 k = k * 2
-            k = k.repeat_interleave(2, 1)
+            k = k.repeat_interleave(4 // self.kv_heads, 1)
             mask = (ids != 3)[:, None, None]
-            if self.way == "wide":
-                q, k = q.double(), k.double()
-            if self.way in ("by hand", "wide"):
+            if "wide" in self.way:
+                q, k, v = q.double(), k.double(), v.double() if self.way == "all wide" else v
+            if self.way == "by hand" or "wide" in self.way:
                 scores = (q @ k.transpose(2, 3)).masked_fill(~mask, float("-inf"))
                 return (scores.softmax(-1).to(v.dtype) @ v).square().sum()
             return F.scaled_dot_product_attention(q, k, v, mask).square().sum()
@@ -106,19 +108,22 @@ class Attend(nn.Module):
         ({"way": "late"}, 1, 64),  # values are repeated before keys are there
         ({"way": "stopped"}, 2, 64),  # values are repeated without a gradient
         ({"way": "wide"}, 1, 64),  # queries and keys are cast to float64 before they are multiplied
+        ({"way": "wide", "few": 1}, 2, 64),  # a key for both ranks stays as wide as its gradient is added
+        ({"way": "all wide", "few": 1}, 1, 64),
     ],
 )
 def test_what_travels_together(changes: dict[str, Any], count: int, width: int) -> None:
     """``width``: numbers that leave a row."""
     torch.manual_seed(0)
-    model = Attend(**changes).to(torch.float32 if changes.get("way") == "wide" else torch.float64)
+    model = Attend(**changes).to(torch.float32 if "wide" in changes.get("way", "") else torch.float64)
     module = graph(model, tokens(13))
     results = 2 if "twice" in changes else 1
     sent = module.graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
     assert len(sent) == count + results
     back = 4 * model.width * results
     assert sum(node.args[0].meta["val"].numel() for node in sent) == 2 * 7 * (width + back)
-    assert {node.args[0].meta["val"].dtype for node in sent} == {model.q.weight.dtype}
+    widest = torch.float64 if "few" in changes else model.q.weight.dtype
+    assert max(node.args[0].meta["val"].itemsize for node in sent) == widest.itemsize
     report = cp_compile.verify(model, [tokens(13)], cp_size=2, compiler="eager")
     assert report.ok, report
 
