@@ -178,13 +178,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "self._name",
             (f"{_CHUNKED}::test_two_losses_in_one_graph",),
         ),
-        (
-            "sizes of no symbols",
-            "a region is given the symbols that its sizes are made of",
-            "*symbols, *given.values())",
-            "*given.values())",
-            (f"{_CHUNKED}::test_a_compiler_sees_a_chunk_and_a_block_once[inductor-True-True-True-0.1]",),
-        ),
     ),
     *_of(
         "cp_compile/accumulate",
