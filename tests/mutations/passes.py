@@ -96,8 +96,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "repeats with another gradient",
             "what is repeated without a gradient stays so",
-            "return node.target in (REPEAT, *TURNS) and all(modes[user] == modes[node] for user in node.users)",
-            "return node.target in (REPEAT, *TURNS)",
+            "bool(behind) and all(mode == modes[node] for mode in behind)",
+            "bool(behind)",
             (f"{_MEMORY}::test_what_travels_together[changes7-2-64]",),
         ),
         (
