@@ -60,6 +60,8 @@ def to_heads(edit: Editor, values: Sequence[Node], have: Sharded, wants: Sequenc
         _by_rank(edit, value, shape, want, alike, i)
         for i, (value, shape, want) in enumerate(zip(values, shapes, wants, strict=True))
     ]
+    for part in sent if len(sent) > 1 else ():
+        part.node.meta["cp_join"] = part.place
     sent.sort(key=lambda part: part.repeated)  # in the buffer, what is repeated lies behind the rest
     parts = [part.with_width for part in sent if not part.repeated]
     shared = [part.with_width for part in sent if part.repeated]
@@ -143,7 +145,6 @@ def _by_rank(edit: Editor, value: Node, shape: tuple[Size, ...], want: Layout, a
     split = edit.call(aten.reshape.default, value, edit.sizes([*batch, *ranks, count, rows, width]))
     split = edit.call(aten.permute.default, split, [*range(dim, behind), behind + 1, *range(dim), behind, behind + 2])
     split = edit.call(aten.reshape.default, split, edit.sizes([*ranks, rows, *batch, count * width]))
-    split.meta["cp_join"] = place
     return _Sent(place, split, count, count * width, repeated)
 
 

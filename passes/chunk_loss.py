@@ -289,6 +289,7 @@ def _replace(module: GraphModule, context: Context, head: _Head, outputs: dict[i
             arguments["label_smoothing"],
             dtype,
             chunks,
+            context.options.compiler == "inductor",
             REVISION,
         )
         if head.total.kwargs.get("dtype", loss_dtype) != dtype:

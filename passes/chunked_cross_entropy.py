@@ -10,9 +10,9 @@ row of the gradient comes of one matmul, as in the plain model. Summed over the 
 three of the plain head costs less.
 
 The op dissolves: under autograd it is an ``autograd.Function`` of ATen ops. Chunks are of one size, the last one filled
-up with rows of zeros, so that a compiler sees two regions (:mod:`cp_compile.region`), a chunk's and a block's, however
-many there are. The idea of a loss that makes its gradient with it is that of Liger Kernel (arXiv:2410.10989) and of Cut
-Cross-Entropy (arXiv:2411.09009).
+up with rows of zeros, so that inductor sees two regions (:mod:`cp_compile.passes.region`), a chunk's and a block's,
+however many there are. The idea of a loss that makes its gradient with it is that of Liger Kernel (arXiv:2410.10989)
+and of Cut Cross-Entropy (arXiv:2411.09009).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cp_compile.region import Region
+from cp_compile.passes.region import Region
 
 __all__ = ["CHUNKED_CROSS_ENTROPY", "REVISION"]
 
@@ -36,8 +36,8 @@ REVISION = 2
 _library = torch.library.Library("cp_compile", "FRAGMENT")
 _library.define(
     "chunked_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-    "SymInt[] sizes, str[] steps, int ignore_index, float smoothing, ScalarType dtype, int chunks, int revision) "
-    "-> Tensor"
+    "SymInt[] sizes, str[] steps, int ignore_index, float smoothing, ScalarType dtype, int chunks, bool regions, "
+    "int revision) -> Tensor"
 )
 # In any layout: a value that is not stored yet would be copied for each chunk otherwise.
 _library.define("part(Tensor x, SymInt start, SymInt size, Tensor? after) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -118,6 +118,7 @@ class _How:
         smoothing: how much of a label is spread over all classes.
         dtype: of what is summed.
         chunks: how many.
+        regions: whether they are regions in a trace.
     """
 
     steps: tuple[str, ...]
@@ -125,6 +126,7 @@ class _How:
     smoothing: float
     dtype: torch.dtype
     chunks: int
+    regions: bool
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, bool],
     ) -> Tensor:
         rows = _Rows.of(target, class_weight, weight.shape[0], how)
-        chunk = Region(f"chunk of a loss, {how}, {wanted[0]}", functools.partial(_of_chunk, how, wanted[0]))
+        body = functools.partial(_of_chunk, how, wanted[0])
+        chunk = Region(f"chunk of a loss, {how}, {wanted[0]}", body, how.regions)
         terms, gradients = [], []
         done: Tensor | None = None
         length, starts = _parts(hidden.shape[0], how.chunks)
@@ -293,7 +296,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             return of_hidden, *[None] * 7
         rows = replace(rows, of_all=times(rows.of_all), of_target=times(rows.of_target))
         each = None if rows.each is None else rows.each * gradient
-        block = Region(f"block of a loss, {how}", functools.partial(_of_block, how))
+        block = Region(f"block of a loss, {how}", functools.partial(_of_block, how), how.regions)
         classes = torch.arange(weight.shape[0], device=hidden.device)
         of_weight, of_bias = [], []
         done = gradient  # what does not wait for it could be computed in the forward, and kept
@@ -337,11 +340,9 @@ def _in_inference(*args: Any) -> Tensor:
     return total
 
 
-def _how(
-    steps: Sequence[str], ignore_index: int, smoothing: float, dtype: torch.dtype, chunks: int, revision: int
-) -> _How:
-    del revision
-    return _How(tuple(steps), ignore_index, smoothing, dtype, chunks)
+def _how(steps: Sequence[str], *options: Any) -> _How:
+    *others, _revision = options
+    return _How(tuple(steps), *others)
 
 
 _library.impl("part", _part, "CompositeExplicitAutograd")

@@ -163,7 +163,7 @@ def test_auto_chunks_wide_vocabularies_whose_logits_stay_inside() -> None:
     inputs[1] = torch.randn(128, WIDTH, dtype=torch.float64)
     assert not chunked(rewritten(both, inputs, {0: 1})[0])
     (node,) = chunked(rewritten(FORMS["smoothing"], inputs, {0: 1})[0])
-    assert node.args[-2] == 16  # 4 * 128 bytes of logits a row beside 8 * 6 of hidden states
+    assert node.args[-3] == 16  # 4 * 128 bytes of logits a row beside 8 * 6 of hidden states
     assert not chunked(rewritten(FORMS["smoothing"], inputs, {0: 1}, loss_chunks=1)[0])
 
 
@@ -282,7 +282,7 @@ def plain(hidden: Tensor, w: Tensor, b: Tensor | None, y: Tensor, weight: Tensor
 
 def in_regions(*operands: Any, chunks: int) -> Tensor:
     hidden, w, b, y, weight, smoothing = operands
-    how = (["div 30.0", "tanh", "mul 30.0"], -100, smoothing, hidden.dtype, chunks, 0)
+    how = (["div 30.0", "tanh", "mul 30.0"], -100, smoothing, hidden.dtype, chunks, True, 0)
     total: Tensor = CHUNKED_CROSS_ENTROPY(hidden, w, b, y, weight, [*hidden.shape, *w.shape], *how)
     return 2 * total
 

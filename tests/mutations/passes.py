@@ -170,7 +170,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *_of(
-        "cp_compile/region",
+        "passes/region",
         (
             "another region's body",
             "a region is another one on operands of another form",

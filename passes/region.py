@@ -25,10 +25,11 @@ class Region:
         name: what the body does, to the last option of it: in one graph, two of one name are one on operands of one
             form.
         body: it returns new tensors, and reads nothing but its operands.
+        wanted: whether the compiler gains by it; else the body is called as it is.
     """
 
-    def __init__(self, name: str, body: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._name, self._body = name, body
+    def __init__(self, name: str, body: Callable[..., tuple[Tensor, ...]], wanted: bool) -> None:
+        self._name, self._body, self._wanted = name, body, wanted
         self._by_keys: dict[tuple[str, ...], Callable[..., tuple[Tensor, ...]]] = {}
 
     def __call__(self, operands: Mapping[str, Tensor | None], sizes: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -39,7 +40,7 @@ class Region:
             sizes: where lengths are symbolic, every symbol of which the operands' sizes are made; numbers say nothing.
         """
         given = {key: value for key, value in operands.items() if value is not None}
-        if not compiles_regions():
+        if not (self._wanted and compiles_regions()):
             return self._body(**given)
         keys, symbols = tuple(given), [size for size in sizes if isinstance(size, torch.SymInt)]
         # One function for all calls: torch looks at it once.
