@@ -173,10 +173,11 @@ class _Rows:
 def _gradient(
     softmax: Tensor,
     hit: Tensor,
-    of_all: Tensor,
-    of_target: Tensor | None,
-    valid: Tensor | None,
     each: Tensor | None,
+    *,
+    of_all: Tensor,
+    of_target: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """With respect to the logits of some classes; zero in rows that are ignored."""
     if of_target is None or valid is None or each is None:
@@ -193,15 +194,13 @@ def _of_chunk(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    of_all: Tensor,
-    of_target: Tensor | None = None,
-    valid: Tensor | None = None,
     each: Tensor | None = None,
     bias: Tensor | None = None,
+    **counts: Tensor,
 ) -> tuple[Tensor, ...]:
     """Of some rows, ``[n, 2 or 3]``: the logsumexp of the logits, the target's logit, and the smoothed terms if any.
 
-    Where it is ``wanted``, behind them the gradient of the head's result, ``[n, classes]``.
+    Where it is ``wanted``, behind them the gradient of the head's result, ``[n, classes]``. ``counts``: of the rows.
     """
     values = _logits(hidden @ weight.t(), bias, how.steps)
     logits = values[-1].to(how.dtype)
@@ -214,7 +213,7 @@ def _of_chunk(
         terms.append(((lse - logits) * each).sum(1, True))
     if not wanted:
         return (torch.cat(terms, 1),)
-    gradient = _gradient((logits - lse).exp(), hit, of_all, of_target, valid, each)
+    gradient = _gradient((logits - lse).exp(), hit, each, **counts)
     return torch.cat(terms, 1), _back(gradient, values, how.steps)
 
 
@@ -226,16 +225,14 @@ def _of_block(
     classes: Tensor,
     lse: Tensor,
     target: Tensor,
-    of_all: Tensor,
-    of_target: Tensor | None = None,
-    valid: Tensor | None = None,
     each: Tensor | None = None,
     bias: Tensor | None = None,
+    **counts: Tensor,
 ) -> tuple[Tensor, ...]:
     """Of some classes: the gradient of the head's result, ``[rows, n]``, and with a bias that of the bias, ``[n]``."""
     values = _logits(hidden @ weight.t(), bias, how.steps)
     softmax = (values[-1].to(how.dtype) - lse).exp()
-    gradient = _gradient(softmax, target == classes, of_all, of_target, valid, each)
+    gradient = _gradient(softmax, target == classes, each, **counts)
     back = _back(gradient, values, how.steps)
     return (back,) if bias is None else (back, back.sum(0))
 
